@@ -75,13 +75,17 @@ def split(choice: Any, layers: Sequence[Layer], stages: int) -> list[int]:
     if len(layers) < stages:
         raise ValueError(f"the model has {len(layers)} layers, too few for {stages} stages: every stage needs at least "
                          "one; use fewer stages or a model with more layers")
-    raw = partitioners.get(name)(layers, stages, **options)
-    result = [int(boundary) for boundary in raw]
+    return verify(name, partitioners.get(name)(layers, stages, **options), len(layers), stages)
+
+
+def verify(name: str, boundaries: Sequence[int], layers: int, stages: int) -> list[int]:
+    """The boundaries as plain ints, or ValueError if they do not cut ``layers`` layers into ``stages`` non-empty stages."""
+    result = [int(boundary) for boundary in boundaries]
     what = f"the partition {name!r} gave {result}"
     if len(result) != stages + 1:
         raise ValueError(f"{what}: {len(result)} boundaries, but {stages} stages need {stages + 1}")
-    if result[0] != 0 or result[-1] != len(layers):
-        raise ValueError(f"{what}: it must begin at 0 and end at {len(layers)}, the number of layers")
+    if result[0] != 0 or result[-1] != layers:
+        raise ValueError(f"{what}: it must begin at 0 and end at {layers}, the number of layers")
     for stage, (start, stop) in enumerate(zip(result, result[1:])):
         if stop <= start:
             raise ValueError(f"{what}: stage {stage} is empty ({start} .. {stop}); boundaries must strictly increase")

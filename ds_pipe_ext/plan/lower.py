@@ -185,11 +185,12 @@ def _hoist(program: list[Draft], ahead: int) -> list[Draft]:
     floor: dict[tuple, float] = defaultdict(lambda: -1.0)
     target: list[tuple[float, int]] = []
     for at, instr in enumerate(program):
-        kind, stage, mb, _ = instr
+        kind, stage, mb, peer = instr
         if kind not in _RECEIVES:
             target.append((at, at))
             continue
-        key, link = (stage, mb), (kind, stage)
+        key, link = (stage, mb), (kind, peer)
+        # Messages of one kind between two ranks must be posted in the order they are sent, whatever stages they join.
         queue = links[link]
         queue.append(key)
         place = uses[kind][queue[-1 - ahead]] + 0.5 if len(queue) > ahead else -1.0
