@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import doctor
-from .config import PipeConfig, load, read_config
+from .config import PipeConfig, count_microbatches, load, read_config
 from .plan import Plan, PlanError, Simulation, draw, simulate
 from .plan.simulate import as_costs
 from .registry import schedules
@@ -114,7 +114,7 @@ def _check(args: argparse.Namespace) -> int:
             problems.append(f"zero_optimization.stage is {zero_stage}: a pipeline accumulates gradients over "
                             "micro-batches, which ZeRO 2 and 3 cannot; allowed: 0, 1")
         config = read_config(source)
-        result["partition"] = " ".join([config.partition.name, *(f"{k}={v}" for k, v in config.partition.options.items())])
+        result["partition"] = str(config.partition or "parameters")
         result["pipeline ranks"] = stages = config.resolve_stages(args.stages, args.ranks)
         result["data-parallel replicas"] = replicas = args.ranks // stages
         result["micro-batches a step"] = microbatches = count_microbatches(source, replicas)
@@ -136,42 +136,6 @@ def _describe(config: PipeConfig, plan: Plan) -> dict[str, Any]:
     return {"schedule": config.schedule.name, "schedule options": config.schedule.options or "none",
             "stages": plan.n_stages, "idle share at F = I = W": f"{summary['bubble_ratio']:.1%}",
             "micro-batches held by each stage": summary["held"]}
-
-
-def count_microbatches(source: Mapping, replicas: int) -> int:
-    """Micro-batches of one step by DeepSpeed's own arithmetic.
-
-    Args:
-        source: the whole configuration.
-        replicas: data-parallel width.
-
-    Raises:
-        ValueError: if the three batch numbers do not determine it or contradict each other.
-    """
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    values = []
-    for key in keys:
-        value = source.get(key)
-        if value == "auto":
-            value = None
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{key} is {value!r}; allowed: an int of at least 1, or \"auto\" under the Trainer")
-        values.append(value)
-    total, micro, steps = values
-    if total and micro and not steps:
-        steps, rest = divmod(total, micro * replicas)
-        if rest or not steps:
-            raise ValueError(f"train_batch_size {total} is not a multiple of train_micro_batch_size_per_gpu {micro} x "
-                             f"{replicas} replicas")
-    elif total and micro and total != micro * steps * replicas:
-        raise ValueError(f"train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
-                         f"gradient_accumulation_steps {steps} x {replicas} replicas = {micro * steps * replicas}")
-    elif total and total % ((steps or 1) * replicas):
-        raise ValueError(f"train_batch_size {total} is not a multiple of gradient_accumulation_steps {steps or 1} x "
-                         f"{replicas} replicas")
-    elif not total and not micro and not steps:
-        raise ValueError(f"the number of micro-batches is not determined; give two of {', '.join(keys)}")
-    return steps or 1
 
 
 def _doctor(args: argparse.Namespace) -> int:

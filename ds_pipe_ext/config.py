@@ -41,6 +41,9 @@ class Choice(BaseModel):
     name: str
     options: dict[str, Any] = {}
 
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
+
 
 class PipeConfig(BaseModel):
     """The ``pipeline`` section, checked. Built by :func:`read_config`; ``model_fields_set`` tells what was written there.
@@ -48,7 +51,7 @@ class PipeConfig(BaseModel):
     Attributes:
         stages: pipeline stages (ranks along the pipeline axis), or "auto".
         schedule: the schedule, or None: DeepSpeed's own engine runs.
-        partition: how layers are cut into stages.
+        partition: how layers are cut into stages; None (absent, or DeepSpeed's default "best"): nothing chosen, `parameters`.
         p2p_groups: process groups for transfers: 2 (one per direction) or 1.
         pipe_partitioned, grad_partitioned, seed_layers, activation_checkpoint_interval, use_reentrant: DeepSpeed's own.
     """
@@ -56,7 +59,7 @@ class PipeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     stages: StrictInt | Literal["auto"] = "auto"
     schedule: Choice | None = None
-    partition: Choice = Choice(name="parameters")
+    partition: Choice | None = None
     p2p_groups: Literal[1, 2] = 2
     pipe_partitioned: StrictBool = True
     grad_partitioned: StrictBool = True
@@ -104,13 +107,15 @@ class PipeConfig(BaseModel):
     @field_validator("partition", mode="before")
     @classmethod
     def _known_partition(cls, value):
+        if value is None or value == "best":
+            return None
         name, options = partitions.resolve(value, where="pipeline.partition")
         return Choice(name=name, options=options)
 
     @model_validator(mode="after")
     def _boundaries_fit(self):
-        if self.partition.name == "boundaries" and self.stages != "auto":
-            parts = len(self.partition.options["at"]) - 1
+        if self.boundaries and self.stages != "auto":
+            parts = len(self.boundaries) - 1
             # A schedule may put several stages on a rank; plan() compares exactly.
             if parts != self.stages and (not self.active or parts % self.stages):
                 raise ValueError(f"pipeline.partition has {parts + 1} boundaries, which make {parts} stages, but "
@@ -121,6 +126,11 @@ class PipeConfig(BaseModel):
     def active(self) -> bool:
         """True if a schedule is given, so that this package's engine is to run."""
         return self.schedule is not None
+
+    @property
+    def boundaries(self) -> list[int] | None:
+        """The explicit boundaries, or None if the partition is left to a method."""
+        return self.partition.options["at"] if self.partition and self.partition.name == "boundaries" else None
 
     def plan(self, ranks: int, microbatches: int) -> Plan:
         """The checked plan of the schedule; the same object for the same numbers.
@@ -142,8 +152,8 @@ class PipeConfig(BaseModel):
             except TypeError as error:
                 raise ValueError(f"pipeline.schedule: {self.schedule.name} cannot be planned with the options "
                                  f"{self.schedule.options}: {error}") from error
-            if self.partition.name == "boundaries" and len(self.partition.options["at"]) != plan.n_stages + 1:
-                raise ValueError(f"pipeline.partition has {len(self.partition.options['at'])} boundaries, but "
+            if self.boundaries and len(self.boundaries) != plan.n_stages + 1:
+                raise ValueError(f"pipeline.partition has {len(self.boundaries)} boundaries, but "
                                  f"{self.schedule.name} on {ranks} ranks has {plan.n_stages} stages; write "
                                  f"{plan.n_stages + 1} boundaries")
             self._plans[shape] = plan
@@ -228,6 +238,42 @@ def read_config(source: Mapping | str | os.PathLike) -> PipeConfig:
         return PipeConfig(**{key: value for key, value in section.items() if key in known})
     except ValidationError as error:
         raise ValueError(_explain(error.errors()[0])) from None
+
+
+def count_microbatches(source: Mapping, replicas: int) -> int:
+    """Micro-batches of one step by DeepSpeed's own arithmetic.
+
+    Args:
+        source: the whole configuration.
+        replicas: data-parallel width.
+
+    Raises:
+        ValueError: if the three batch numbers do not determine it or contradict each other.
+    """
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    values = []
+    for key in keys:
+        value = source.get(key)
+        if value == "auto":
+            value = None
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{key} is {value!r}; allowed: an int of at least 1, or \"auto\" under the Trainer")
+        values.append(value)
+    total, micro, steps = values
+    if total and micro and not steps:
+        steps, rest = divmod(total, micro * replicas)
+        if rest or not steps:
+            raise ValueError(f"train_batch_size {total} is not a multiple of train_micro_batch_size_per_gpu {micro} x "
+                             f"{replicas} replicas")
+    elif total and micro and total != micro * steps * replicas:
+        raise ValueError(f"train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
+                         f"gradient_accumulation_steps {steps} x {replicas} replicas = {micro * steps * replicas}")
+    elif total and total % ((steps or 1) * replicas):
+        raise ValueError(f"train_batch_size {total} is not a multiple of gradient_accumulation_steps {steps or 1} x "
+                         f"{replicas} replicas")
+    elif not total and not micro and not steps:
+        raise ValueError(f"the number of micro-batches is not determined; give two of {', '.join(keys)}")
+    return steps or 1
 
 
 def _explain(error: Mapping) -> str:
