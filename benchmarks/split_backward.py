@@ -1,7 +1,9 @@
 """Cost of running one backward as I + W instead of at once, for one Llama-like block.
 
-Interleaved pairs (ordinary, split; the order alternates), so that other work on the machine hits both; the result is the median of
-the ratios. The gradients of both are compared bit for bit first.
+Each round times, in random order, the ordinary backward, I + W, the unsplit backward of the attached module ("fused") and
+a second copy of the ordinary one ("control", whose ratio is the noise of the measurement); the result is the median over
+rounds of the ratio to the ordinary one of the same round. Process time leaves out other work on the machine; it is right
+for one thread. The gradients are compared bit for bit first.
 
     python benchmarks/split_backward.py --threads 1 --json split.json
 """
@@ -9,6 +11,7 @@ the ratios. The gradients of both are compared bit for bit first.
 import argparse
 import copy
 import json
+import random
 import statistics
 import time
 
@@ -40,64 +43,69 @@ class LlamaBlock(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def prepare(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.detach().requires_grad_()
-    return x, model(x)
-
-
-def backward_seconds(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> float:
-    _, out = prepare(model, x)
-    start = time.perf_counter()
+def backward_seconds(model: nn.Module, x: torch.Tensor, dy: torch.Tensor, clock) -> float:
+    out = model(x.detach().requires_grad_())
+    start = clock()
     out.backward(dy)
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def split_seconds(model: nn.Module, split: SplitBackward, x: torch.Tensor, dy: torch.Tensor) -> tuple[float, float]:
-    _, out = prepare(model, x)
-    start = time.perf_counter()
+def split_seconds(model: nn.Module, split: SplitBackward, x: torch.Tensor, dy: torch.Tensor, clock) -> tuple[float, float]:
+    out = model(x.detach().requires_grad_())
+    start = clock()
     with split.collecting(0):
         out.backward(dy)
-    middle = time.perf_counter()
+    middle = clock()
     split.run(0)
-    return middle - start, time.perf_counter() - middle
+    return middle - start, clock() - middle
 
 
 def measure(args: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
+    clock = {"wall": time.perf_counter, "process": time.process_time}[args.clock]
     plain = LlamaBlock(args.hidden, args.ffn, args.heads, args.kv_heads).to(dtype)
-    attached, split = copy.deepcopy(plain), SplitBackward()
+    attached, fused, control = (copy.deepcopy(plain) for _ in range(3))
+    split, unused = SplitBackward(), SplitBackward()
     split.attach(attached)
+    unused.attach(fused)
     x, dy = (torch.randn(args.batch, args.tokens, args.hidden, dtype=dtype) for _ in range(2))
+    passes = {
+        "ordinary": lambda: (backward_seconds(plain, x, dy, clock), 0.0),
+        "control": lambda: (backward_seconds(control, x, dy, clock), 0.0),
+        "fused": lambda: (backward_seconds(fused, x, dy, clock), 0.0),
+        "split": lambda: split_seconds(attached, split, x, dy, clock),
+    }
 
     for _ in range(args.warmup):
-        backward_seconds(plain, x, dy)
-        split_seconds(attached, split, x, dy)
-    for p, q in zip(plain.parameters(), attached.parameters(), strict=True):
-        if not torch.equal(p.grad, q.grad):
+        for run in passes.values():
+            run()
+    for parameters in zip(*(m.parameters() for m in (plain, attached, fused)), strict=True):
+        if not all(torch.equal(p.grad, parameters[0].grad) for p in parameters):
             raise SystemExit("gradients differ: no time is reported")
 
-    full, i_times, w_times = [], [], []
-    for pair in range(args.pairs):
-        if pair % 2:
-            i, w = split_seconds(attached, split, x, dy)
-        full.append(backward_seconds(plain, x, dy))
-        if not pair % 2:
-            i, w = split_seconds(attached, split, x, dy)
-        i_times.append(i)
-        w_times.append(w)
+    rng = random.Random(0)
+    rounds = []
+    for _ in range(args.rounds):
+        order = rng.sample(list(passes), len(passes))
+        rounds.append({name: passes[name]() for name in order})
 
-    ratios = [(i + w) / b for i, w, b in zip(i_times, w_times, full, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
+    def ratios(name):
+        return [sum(r[name]) / sum(r["ordinary"]) for r in rounds]
+
+    quartiles = statistics.quantiles(ratios("split"), n=4)
     return {
         **{k: v for k, v in vars(args).items() if k != "json"},
         "torch": torch.__version__,
-        "ratio_median": statistics.median(ratios),
+        "ratio_median": statistics.median(ratios("split")),
         "ratio_quartiles": [quartiles[0], quartiles[2]],
-        "backward_ms": 1e3 * statistics.median(full),
-        "i_ms": 1e3 * statistics.median(i_times),
-        "w_ms": 1e3 * statistics.median(w_times),
+        "ratio_fastest": min(sum(r["split"]) for r in rounds) / min(sum(r["ordinary"]) for r in rounds),
+        "fused_ratio_median": statistics.median(ratios("fused")),
+        "control_ratio_median": statistics.median(ratios("control")),
+        "backward_ms": 1e3 * statistics.median(sum(r["ordinary"]) for r in rounds),
+        "i_ms": 1e3 * statistics.median(r["split"][0] for r in rounds),
+        "w_ms": 1e3 * statistics.median(r["split"][1] for r in rounds),
     }
 
 
@@ -111,14 +119,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--clock", choices=["process", "wall"], default="process")
+    parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--json", help="also write the result here")
     args = parser.parse_args()
     result = measure(args)
+    percent = {k: f"{100 * (v - 1):+.1f} %" for k, v in result.items() if "ratio_" in k and k != "ratio_quartiles"}
+    low, high = (f"{100 * (r - 1):+.1f} %" for r in result["ratio_quartiles"])
     print(
-        f"I + W over one full backward: {100 * (result['ratio_median'] - 1):+.1f} % "
-        f"(quartiles {', '.join(f'{100 * (r - 1):+.1f} %' for r in result['ratio_quartiles'])}); "
+        f"I + W over one full backward: {percent['ratio_median']} (quartiles {low}, {high}; fastest {percent['ratio_fastest']}); "
+        f"fused {percent['fused_ratio_median']}, control {percent['control_ratio_median']}; "
         f"full {result['backward_ms']:.2f} ms, I {result['i_ms']:.2f} ms, W {result['w_ms']:.2f} ms"
     )
     if args.json:

@@ -2,14 +2,17 @@
 
 A zero-bubble schedule runs the backward of a stage as two operations: I (gradient of the input, which the previous stage
 waits for) and W (gradient of the weights, which nobody waits for before the optimizer step). `SplitBackward` patches the
-`forward` of single module instances so that, inside `collecting(key)`, their backward returns dX and queues the rest; `run(key)` is W.
+`forward` of single module instances so that, inside `collecting(key)`, their backward returns dX and queues the rest;
+`run(key)` is W.
 
 Split are `nn.Linear` (and subclasses that keep its forward), Hugging Face `Conv1D` and dense `nn.Embedding`. Everything else
 stays in I, and so does a split module's call that cannot be split (see `_splittable`): always correct, W is then smaller.
 
 The gradients are bitwise those of the ordinary backward when the W's run in the order of the I's: the same GEMM in the same
-form as ATen's derivative of `mm`, uses of one parameter summed first, one accumulation per parameter and key. Sums are equal
-only up to rounding if one parameter is used partly by modules that are not split, or in several reentrant checkpoints.
+form as ATen's derivative of `mm`, uses of one parameter summed first, one accumulation per parameter and key. They are equal
+only up to rounding if one parameter is used partly by operations that are not split or in several reentrant checkpoints, and
+under autocast if one leaf input feeds several layers, or one weight is used twice in a backward that is not collected: there
+autocast's cast cache makes autograd sum in the low precision, and here the sum is in the parameter's own.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
@@ -201,8 +204,8 @@ class SplitBackward:
 
     Until `run(key)` the inputs and output gradients of the split modules must not be overwritten. Inside `collecting`,
     `torch.autograd.grad` yields no gradient of a split weight. Run I and W on the same stream, or synchronise. Hooks on a
-    parameter's AccumulateGrad node (not on the parameter) see I and cannot be served. `collecting` and `run` are for one thread; the backward
-    itself may run in autograd's worker threads.
+    parameter's AccumulateGrad node (not on the parameter) see I and cannot be served. `collecting` and `run` are for one
+    thread; the backward itself may run in autograd's worker threads.
     """
 
     def __init__(self, accumulate: Callable[[nn.Parameter, Tensor], None] = accumulate_grad):

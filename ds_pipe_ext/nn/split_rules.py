@@ -1,7 +1,7 @@
 """The layers that `split_backward` can split: output, dX, dW and db of each, in the form ATen computes them.
 
 Shapes: x (..., in), y and dy (..., out), dX as x, dW as W, db as b. Each product is the one that ATen's derivatives of
-`mm`, `addmm` and `embedding` run (torch: tools/autograd/derivatives.yaml, FunctionsManual.cpp), so results are bitwise equal.
+`mm`, `addmm` and `embedding` run (torch: tools/autograd/derivatives.yaml, FunctionsManual.cpp): results are bitwise equal.
 """
 
 import math
