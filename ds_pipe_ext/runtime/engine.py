@@ -93,6 +93,11 @@ class PlanEngine(PipelineEngine):
         peers = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
         return Links(torch.device(self.device), peers, self.stage_id, to_next, to_prev, self.host_group, hoisted=two)
 
+    def _configure_basic_optimizer(self, model_parameters):
+        parameters = list(model_parameters or [])
+        # torch refuses an empty list, but takes an empty group: a stage may have nothing to train.
+        return super()._configure_basic_optimizer(parameters or [{"params": []}])
+
     # ------------------------------------------------------------------------------------------------ schedules
 
     def _train_schedule(self):

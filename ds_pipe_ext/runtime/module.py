@@ -77,6 +77,11 @@ class PipelineModule(UpstreamModule):
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
+    @torch.no_grad()
+    def _synchronize_tied_weights(self):
+        # Upstream's in-place broadcast of a trainable weight is seen by autograd, which then warns in every backward.
+        super()._synchronize_tied_weights()
+
     def _parameter_counts(self) -> list[int]:
         if all(hasattr(spec, "parameter_count") for spec in self._layer_specs):
             return [spec.parameter_count() for spec in self._layer_specs]
