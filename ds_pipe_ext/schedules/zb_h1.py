@@ -9,7 +9,9 @@ from .zero_bubble import lagging_weight_grads
 @schedules.register("zb-h1")
 @per_rank
 def zb_h1(r, p, m):
-    """1F1B with the weight gradient split off; rank r lets r of them wait. Bubble (p-1) max(F, F+I-W); p micro-batches held.
+    """1F1B with the weight gradient split off; rank r lets r of them wait.
+
+    For m >= p: bubble (p-1) max(F, I, F+I-W); every rank holds p micro-batches, p-r of them in flight.
 
     ::
 

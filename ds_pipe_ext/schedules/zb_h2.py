@@ -9,8 +9,10 @@ from .zero_bubble import lagging_weight_grads
 @schedules.register("zb-h2")
 @per_rank
 def zb_h2(r, p, m):
-    """As zb-h1 with 2(p-r)-1 warm-up forwards and 2r weight gradients waiting: no stall inside a rank's own span when
-    F = I = W, for 2p-1 micro-batches held. A barrier at the end of the step brings the idle time back.
+    """As zb-h1 with 2(p-r)-1 warm-up forwards and 2r weight gradients waiting.
+
+    For m >= 2p-1: bubble (p-1) max(F, I-F, F+I-2W), stall inside a rank's own span (p-1) max(0, I-F, F+I-2W), so none
+    when F = I = W; every rank holds 2p-1 micro-batches. A barrier at the end of the step costs what the stall saves.
 
     ::
 
