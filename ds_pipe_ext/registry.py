@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 
@@ -74,6 +75,31 @@ class Registry:
         except KeyError:
             raise ValueError(f"unknown {self.kind} {name!r}{nearest(name, self.names())}; known: "
                              f"{', '.join(self.names())}") from None
+
+    def check_options(self, name: str, options: Mapping, *, where: str = "", given: int = 1) -> None:
+        """Compares options with the signature of the function ``name``.
+
+        Args:
+            name: a registered name.
+            options: keyword arguments it is to be called with.
+            where: key path to name in errors, or empty.
+            given: how many leading arguments the caller fills in itself.
+
+        Raises:
+            ValueError: if the function does not take one of the options, or lacks one.
+        """
+        prefix = f"{where}: " if where else ""
+        parameters = list(inspect.signature(self.get(name)).parameters.values())[given:]
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        known = [parameter.name for parameter in parameters
+                 if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
+        for key in options:
+            if key not in known and not takes_any:
+                takes = f"it takes {', '.join(known)}" if known else "it takes no options"
+                raise ValueError(f"{prefix}the {self.kind} {name!r} has no option {key!r}{nearest(key, known)}; {takes}")
+        for parameter in parameters:
+            if parameter.name in known and parameter.default is parameter.empty and parameter.name not in options:
+                raise ValueError(f"{prefix}the {self.kind} {name!r} needs the option {parameter.name!r}")
 
     def _load_builtin(self) -> None:
         if self._builtin is not None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 #: F forward, B full backward, I input gradient, W weight gradient, U update of the stage's weights.
 KINDS = ("F", "B", "I", "W", "U")
+#: what operations wait for: a stage's output, the gradient of its input, what its weight gradient needs.
+FACTS = ("act", "grad", "ctx")
 
 
 class PlanError(ValueError):
@@ -40,24 +43,27 @@ class Overlap(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """What an operation makes available to others: ``act`` (stage output), ``grad`` (gradient of the stage input)
-    or ``ctx`` (what the weight-gradient pass needs)."""
+    """What an operation makes available to others: ``what`` (one of :data:`FACTS`) of a stage for a micro-batch."""
 
     what: str
     stage: int
     mb: int
 
 
+#: ``Fact(...)`` of a tuple without its argument parsing, which dominated the planning of large shapes.
+_fact = partial(tuple.__new__, Fact)
+
+
 def needs(op: Op, n_stages: int) -> tuple[Fact, ...]:
     """The facts that must exist before ``op`` may start: the only dependency rule in the project."""
     s, kind, m = op
     if kind == "F":
-        return (Fact("act", s - 1, m), ) if s > 0 else ()
+        return (_fact(("act", s - 1, m)), ) if s > 0 else ()
     if kind in "IB":
-        own = (Fact("act", s, m), )
-        return own + (Fact("grad", s + 1, m), ) if s < n_stages - 1 else own
+        own = (_fact(("act", s, m)), )
+        return own + (_fact(("grad", s + 1, m)), ) if s < n_stages - 1 else own
     if kind == "W":
-        return (Fact("ctx", s, m), )
+        return (_fact(("ctx", s, m)), )
     return ()
 
 
@@ -65,11 +71,11 @@ def gives(op: Op) -> tuple[Fact, ...]:
     """The facts that ``op`` makes available when it ends."""
     s, kind, m = op
     if kind == "F":
-        return (Fact("act", s, m), )
+        return (_fact(("act", s, m)), )
     if kind == "I":
-        return (Fact("grad", s, m), Fact("ctx", s, m))
+        return (_fact(("grad", s, m)), _fact(("ctx", s, m)))
     if kind == "B":
-        return (Fact("grad", s, m), )
+        return (_fact(("grad", s, m)), )
     return ()
 
 

@@ -8,11 +8,13 @@ without waiting, may then be moved up to overlap transfer and compute.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import NamedTuple
 
-from .check import check
+from .check import complete
 from .ir import Op, Overlap, Plan, PlanError
 from .simulate import Costs, simulate
 
@@ -20,7 +22,8 @@ from .simulate import Costs, simulate
 LOAD, SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD = "load", "send_act", "recv_act", "send_grad", "recv_grad"
 REDUCE_TIED, REDUCE, STEP = "reduce_tied", "reduce", "step"
 _RECEIVES = (RECV_ACT, RECV_GRAD)
-_SENDS = (SEND_ACT, SEND_GRAD)
+#: An instruction before its slot and window are known: kind, stage, micro-batch, peer.
+Draft = tuple[str, int, int, int]
 
 
 class Instr(NamedTuple):
@@ -87,15 +90,15 @@ def lower(plan: Plan, costs: Costs | None = None, *, backward: bool = True, ahea
     Raises:
         PlanError: if the plan is incomplete, deadlocks, or updates in the middle of the step.
     """
-    check(plan, backward=backward)
+    complete(plan, backward=backward)
     bare = _fuse_first_stage(_without_updates(plan))
     programs = _project(bare, costs)
     if ahead:
         programs = [_hoist(program, ahead) for program in programs]
-    programs = _windows(programs)
+    windows = _windows(programs)
     result = []
     for rank, program in enumerate(programs):
-        instrs, slots = _allocate(program)
+        instrs, slots = _allocate(program, windows)
         if backward:
             instrs += [Instr(REDUCE_TIED), Instr(REDUCE), Instr(STEP)]
         result.append(Program(rank, tuple(instrs), slots))
@@ -132,115 +135,113 @@ def _fuse_first_stage(plan: Plan) -> Plan:
     return replace(plan, ranks=tuple(ranks))
 
 
-def _project(plan: Plan, costs: Costs | None) -> list[list[Instr]]:
+def _project(plan: Plan, costs: Costs | None) -> list[list[Draft]]:
     costs = costs or Costs.uniform(plan, hop=0.01)
     # A duration of zero would let an operation's end sort before its start.
     floor = 1e-9
     costs = Costs(*(tuple(max(value, floor) for value in row)
                     for row in (costs.forward, costs.input_grad, costs.weight_grad)), costs.hop)
-    programs: list[list[Instr]] = [[] for _ in range(plan.n_ranks)]
-    moments = []
-    for number, event in enumerate(simulate(plan, costs).events):
-        moments.append((event.start, 1, number, event))
-        moments.append((event.end, 0, number, event))
+    programs: list[list[Draft]] = [[] for _ in range(plan.n_ranks)]
+    events = simulate(plan, costs).events
+    # The sort is stable: of moments at one time the ends come first, each in the order of the simulation.
+    times = [event.end for event in events] + [event.start for event in events]
     last = plan.n_stages - 1
     loaded = set()
-    for _, start, _, event in sorted(moments, key=lambda moment: moment[:3]):
-        rank, (s, kind, m) = event.rank, event.op
+    for moment in sorted(range(len(times)), key=times.__getitem__):
+        start = moment >= len(events)
+        rank, (s, kind, m) = events[moment - len(events) if start else moment][:2]
         if start:
             if kind == "F" and s in (0, last) and (rank, m) not in loaded:
                 loaded.add((rank, m))
-                programs[rank].append(Instr(LOAD, s, m))
-            programs[rank].append(Instr(kind, s, m))
+                programs[rank].append((LOAD, s, m, -1))
+            programs[rank].append((kind, s, m, -1))
         elif kind == "F" and s < last and plan.placement[s + 1] != rank:
             peer = plan.placement[s + 1]
-            programs[rank].append(Instr(SEND_ACT, s, m, peer=peer))
-            programs[peer].append(Instr(RECV_ACT, s + 1, m, peer=rank))
+            programs[rank].append((SEND_ACT, s, m, peer))
+            programs[peer].append((RECV_ACT, s + 1, m, rank))
         elif kind in "IB" and s > 0 and plan.placement[s - 1] != rank:
             peer = plan.placement[s - 1]
-            programs[rank].append(Instr(SEND_GRAD, s, m, peer=peer))
-            programs[peer].append(Instr(RECV_GRAD, s - 1, m, peer=rank))
+            programs[rank].append((SEND_GRAD, s, m, peer))
+            programs[peer].append((RECV_GRAD, s - 1, m, rank))
     return programs
 
 
-def _consumer(instr: Instr) -> tuple[str, int, int]:
-    return ("act" if instr.kind == RECV_ACT else "grad", instr.stage, instr.mb)
+def _uses(program: list[Draft]) -> dict[str, dict[tuple[int, int], int]]:
+    """Kind of receive -> (stage, micro-batch) -> where in the program what arrived is used."""
+    forward: dict[tuple[int, int], int] = {}
+    backward: dict[tuple[int, int], int] = {}
+    for at, (kind, stage, mb, _) in enumerate(program):
+        if kind == "F":
+            forward[(stage, mb)] = at
+        elif kind in ("I", "B"):
+            backward[(stage, mb)] = at
+    return {RECV_ACT: forward, RECV_GRAD: backward}
 
 
-def _consumes(instr: Instr) -> tuple[str, int, int] | None:
-    if instr.kind == "F":
-        return ("act", instr.stage, instr.mb)
-    return ("grad", instr.stage, instr.mb) if instr.kind in "IB" else None
-
-
-def _hoist(program: list[Instr], ahead: int) -> list[Instr]:
+def _hoist(program: list[Draft], ahead: int) -> list[Draft]:
     """Moves each receive up to just after the ``ahead``-th message before it in its link was used."""
-    used_at = {_consumes(instr): at for at, instr in enumerate(program) if _consumes(instr)}
-    forward_at = {(instr.stage, instr.mb): at for at, instr in enumerate(program) if instr.kind == "F"}
-    links: dict[tuple, list[Instr]] = defaultdict(list)
-    target: list[tuple[float, int, Instr]] = []
+    uses = _uses(program)
+    links: dict[tuple, list[tuple[int, int]]] = defaultdict(list)
     floor: dict[tuple, float] = defaultdict(lambda: -1.0)
+    target: list[tuple[float, int]] = []
     for at, instr in enumerate(program):
-        if instr.kind not in _RECEIVES:
-            target.append((at, at, instr))
+        kind, stage, mb, peer = instr
+        if kind not in _RECEIVES:
+            target.append((at, at))
             continue
-        link = (instr.kind, instr.stage)
+        key, link = (stage, mb), (kind, peer)
+        # Messages of one kind between two ranks must be posted in the order they are sent, whatever stages they join.
         queue = links[link]
-        queue.append(instr)
-        place = used_at[_consumer(queue[-1 - ahead])] + 0.5 if len(queue) > ahead else -1.0
-        if instr.kind == RECV_GRAD:
+        queue.append(key)
+        place = uses[kind][queue[-1 - ahead]] + 0.5 if len(queue) > ahead else -1.0
+        if kind == RECV_GRAD:
             # The shapes of the gradients are those of the outputs, known once the forward has run.
-            place = max(place, forward_at[(instr.stage, instr.mb)] + 0.5)
-        place = min(max(place, floor[link]), at)
-        floor[link] = place
-        target.append((place, at, instr))
-    return [instr for _, _, instr in sorted(target, key=lambda item: item[:2])]
+            place = max(place, uses[RECV_ACT][key] + 0.5)
+        floor[link] = place = min(max(place, floor[link]), at)
+        target.append((place, at))
+    target.sort()
+    return [program[at] for _, at in target]
 
 
-def _windows(programs: list[list[Instr]]) -> list[list[Instr]]:
+def _windows(programs: list[list[Draft]]) -> dict[tuple[int, int], int]:
+    """(receiving stage, micro-batch) -> :attr:`Instr.window` of the activation's transfer."""
     window: dict[tuple[int, int], int] = {}
     for program in programs:
-        used_at = {_consumes(instr): at for at, instr in enumerate(program) if _consumes(instr)}
-        links: dict[int, list[tuple[int, Instr]]] = defaultdict(list)
-        for at, instr in enumerate(program):
-            if instr.kind == RECV_ACT:
-                links[instr.stage].append((at, instr))
-        for queue in links.values():
+        used_at = _uses(program)[RECV_ACT]
+        links: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for at, (kind, stage, mb, _) in enumerate(program):
+            if kind == RECV_ACT:
+                links[stage].append((at, mb))
+        for stage, queue in links.items():
+            posted = [at for at, _ in queue]
             seen_at = len(program)
             for number in range(len(queue) - 1, -1, -1):
-                instr = queue[number][1]
+                mb = queue[number][1]
                 # Headers are read in link order: a later message used earlier forces this one to be looked at first.
-                seen_at = min(seen_at, used_at[_consumer(instr)])
-                window[(instr.stage, instr.mb)] = sum(at < seen_at for at, _ in queue[number + 1:])
-    result = []
-    for program in programs:
-        body = []
-        for instr in program:
-            if instr.kind == RECV_ACT:
-                instr = instr._replace(window=window[(instr.stage, instr.mb)])
-            elif instr.kind == SEND_ACT:
-                instr = instr._replace(window=window[(instr.stage + 1, instr.mb)])
-            body.append(instr)
-        result.append(body)
-    return result
+                seen_at = min(seen_at, used_at[(stage, mb)])
+                window[(stage, mb)] = max(0, bisect_left(posted, seen_at) - number - 1)
+    return window
 
 
-def _allocate(program: list[Instr]) -> tuple[list[Instr], int]:
-    """Slots by lifetime: from the first to the last instruction of a (stage, micro-batch)."""
-    last_use = {(instr.stage, instr.mb): at for at, instr in enumerate(program)}
+def _allocate(program: list[Draft], windows: dict[tuple[int, int], int]) -> tuple[list[Instr], int]:
+    """Slots by lifetime: from the first to the last instruction of a (stage, micro-batch). The lowest free one is taken."""
+    last_use = {(stage, mb): at for at, (_, stage, mb, _) in enumerate(program)}
     free: list[int] = []
     slot_of: dict[tuple[int, int], int] = {}
     slots = 0
     body = []
-    for at, instr in enumerate(program):
-        key = (instr.stage, instr.mb)
-        if key not in slot_of:
-            if not free:
-                free.append(slots)
+    for at, (kind, stage, mb, peer) in enumerate(program):
+        key = (stage, mb)
+        slot = slot_of.get(key)
+        if slot is None:
+            if free:
+                slot = heappop(free)
+            else:
+                slot = slots
                 slots += 1
-            slot_of[key] = free.pop(0)
-        body.append(instr._replace(slot=slot_of[key]))
+            slot_of[key] = slot
+        window = windows[key] if kind == RECV_ACT else windows[(stage + 1, mb)] if kind == SEND_ACT else 0
+        body.append(Instr(kind, stage, mb, slot, peer, window))
         if last_use[key] == at:
-            free.append(slot_of[key])
-            free.sort()
+            heappush(free, slot)
     return body, slots

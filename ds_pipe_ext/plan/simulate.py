@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import facts
-from .check import order
-from .ir import Fact, Op, Plan, gives, needs
+from .check import walk
+from .ir import FACTS, Op, Plan
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,13 @@ class Costs:
         return cls(tuple(forward / n for n in share), tuple(input_grad / n for n in share),
                    tuple(weight_grad / n for n in share), hop)
 
-    def of(self, op: Op) -> float:
-        """Duration of ``op``; updates take no time."""
-        if op.kind == "B":
-            return self.input_grad[op.stage] + self.weight_grad[op.stage]
-        return {"F": self.forward, "I": self.input_grad, "W": self.weight_grad}[op.kind][op.stage] \
-            if op.kind != "U" else 0.0
+    def durations(self) -> dict[str, tuple[float, ...]]:
+        """Per kind of operation the time on each stage; updates take none."""
+        return {"F": self.forward, "I": self.input_grad, "W": self.weight_grad, "U": (0.0, ) * len(self.forward),
+                "B": tuple(i + w for i, w in zip(self.input_grad, self.weight_grad))}
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One executed operation: times in the unit of the costs; ``step`` counts repetitions of the plan."""
 
     rank: int
@@ -135,20 +133,25 @@ def simulate(plan: Plan, costs: Costs | None = None, *, steps: int = 1) -> Simul
     costs = costs or Costs.uniform(plan)
     if len(costs.forward) != plan.n_stages:
         raise ValueError(f"costs are given for {len(costs.forward)} stages, the plan {plan.name} has {plan.n_stages}")
-    sequence = order(plan)
+    sequence = list(walk(plan)) if steps > 1 else walk(plan)
+    stages, placement, hop = plan.n_stages, plan.placement, costs.hop
+    duration = costs.durations()
     clock = [0.0] * plan.n_ranks
     events: list[Event] = []
     for step in range(steps):
-        made: dict[Fact, float] = {}
-        for rank, op in sequence:
+        made = {what: [[0.0] * plan.microbatches for _ in range(stages)] for what in FACTS}
+        for rank, op, needed, given in sequence:
             start = clock[rank]
-            for fact in needs(op, plan.n_stages):
-                hop = costs.hop if plan.placement[fact.stage] != rank else 0.0
-                start = max(start, made[fact] + hop)
-            clock[rank] = start + costs.of(op)
-            for fact in gives(op):
-                made[fact] = clock[rank]
-            events.append(Event(rank, op, start, clock[rank], step))
+            for what, stage, mb in needed:
+                arrival = made[what][stage][mb]
+                if placement[stage] != rank:
+                    arrival += hop
+                if arrival > start:
+                    start = arrival
+            clock[rank] = end = start + duration[op.kind][op.stage]
+            for what, stage, mb in given:
+                made[what][stage][mb] = end
+            events.append(Event(rank, op, start, end, step))
     return Simulation(plan, tuple(events))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ..plan.check import check
 from ..plan.ir import Op, Overlap, Plan
-from ..registry import nearest, schedules
+from ..registry import schedules
 
 
 class Shape(NamedTuple):
@@ -56,16 +56,6 @@ def build(name: str, shape: Shape, **options) -> Plan:
     return plan
 
 
-def check_options(name: str, options: dict) -> None:
-    """Raises ValueError if the schedule ``name`` does not take one of ``options`` or lacks one."""
-    parameters = list(inspect.signature(schedules.get(name)).parameters.values())[1:]
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    known = [parameter.name for parameter in parameters]
-    for key in options:
-        if key not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-            raise ValueError(f"the schedule {name!r} has no option {key!r}{nearest(key, known)}; {takes}")
-    for parameter in parameters:
-        if parameter.default is parameter.empty and parameter.name not in options:
-            raise ValueError(f"the schedule {name!r} needs the option {parameter.name!r}")
+def check_options(name: str, options: Mapping, where: str = "") -> None:
+    """Raises ValueError if the schedule ``name`` does not take one of ``options`` or lacks one; ``where`` is a key path."""
+    schedules.check_options(name, options, where=where, given=1)

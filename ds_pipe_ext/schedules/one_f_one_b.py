@@ -12,8 +12,8 @@ def one_f_one_b(r, p, m):
 
     ::
 
-        rank 0 | F0 F1 .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3
-        rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 ..
+        rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3
+        rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. ..
     """
     warm = min(p - r - 1, m)
     yield from (Op(r, "F", i) for i in range(warm))

@@ -13,7 +13,7 @@ def zb_h1(r, p, m):
 
     ::
 
-        rank 0 | F0 F1 .. I0 W0 F2 I1 W1 F3 I2 W2 .. I3 W3
-        rank 1 | .. F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3 ..
+        rank 0 | F0 F1 .. I0 W0 F2 I1 W1 F3 I2 W2 I3 W3
+        rank 1 | .. F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
     """
     yield from lagging_weight_grads(Op, r, m, warm=p - r, lag=r)

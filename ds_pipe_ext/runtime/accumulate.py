@@ -1,0 +1,63 @@
+"""Where a deferred weight gradient goes: DeepSpeed's own accumulator, one small adapter per optimizer.
+
+DeepSpeed's optimizers clear ``.grad`` around every backward (BF16_Optimizer), move it elsewhere (a separate
+accumulation dtype), or read it at the end of the step. A gradient computed between two backwards must therefore be
+added to what the step will read, not to ``.grad`` in general.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ..nn.grad_hooks import accumulate_grad
+
+Accumulate = Callable[[torch.nn.Parameter, torch.Tensor], None]
+
+
+def accumulator_of(optimizer) -> Accumulate:
+    """The function ``(param, grad)`` that adds a weight gradient where ``optimizer``'s step will find it.
+
+    Raises:
+        ValueError: if the optimizer cannot take a weight gradient outside a backward pass.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        return _bf16(optimizer)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        if optimizer.cpu_offload:
+            raise ValueError("zero_optimization.offload_optimizer copies every gradient away during the backward pass, "
+                             "so a schedule that computes weight gradients later (zb-h1, zb-h2) would lose them; remove "
+                             "offload_optimizer or choose pipeline.schedule 1f1b or gpipe")
+        if optimizer.use_grad_accum_attribute:
+            return _grad_accum(optimizer)
+    return accumulate_grad
+
+
+def _bf16(optimizer: BF16_Optimizer) -> Accumulate:
+    place = {id(param): (i, j) for i, group in enumerate(optimizer.bf16_groups) for j, param in enumerate(group)}
+
+    @torch.no_grad()
+    def accumulate(param, grad):
+        i, j = place[id(param)]
+        total = optimizer.fp32_groups_gradients[i][j]
+        total.add_(grad.to(total.dtype).view(total.shape))
+        param._hp_grad = total
+        optimizer.fp32_groups_has_gradients[i][j] = True
+
+    return accumulate
+
+
+def _grad_accum(optimizer: DeepSpeedZeroOptimizer) -> Accumulate:
+
+    @torch.no_grad()
+    def accumulate(param, grad):
+        grad = grad.to(optimizer.gradient_accumulation_dtype)
+        if param.grad_accum is None:
+            param.grad_accum = grad
+        else:
+            param.grad_accum.add_(grad.view(param.grad_accum.shape))
+
+    return accumulate

@@ -1,0 +1,425 @@
+"""The engine: DeepSpeed's PipelineEngine running any lowered plan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed import comm as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
+
+from ..config import PipeConfig
+from ..nn.split_backward import SplitBackward
+from ..plan.facts import splits_backward
+from ..plan.lower import forward_only, lower
+from . import instructions as ins
+from .accumulate import accumulator_of
+from .faults import FaultMonitor
+from .metrics import Meter, track_plan
+from .p2p import Links
+from .wire import Spec, describe
+
+
+@dataclass
+class _MicroBatch:
+    """What one micro-batch keeps on one stage between its first and last instruction."""
+
+    inputs: object = None
+    input_spec: Spec | None = None
+    outputs: object = None
+    output_spec: Spec | None = None
+    loss: torch.Tensor | None = None
+    input_grads: list = field(default_factory=list)
+
+
+class _OwnMemory(torch.autograd.Function):
+    """Identity whose output may be modified in place although the input is a leaf (a first layer such as ReLU(inplace)
+    does that): same memory, but not a view."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class PlanEngine(PipelineEngine):
+    """A DeepSpeed pipeline engine whose schedule is a plan.
+
+    Made by :func:`ds_pipe_ext.initialize` when the JSON names a ``pipeline.schedule``. ``train_batch``, ``eval_batch``
+    and the rest keep upstream's signatures.
+
+    Attributes:
+        last_step: what the last ``train_batch`` measured, see :class:`~.metrics.Meter`.
+        plan: the current plan.
+    """
+
+    def __init__(self, pipe_config: PipeConfig, *args, **kwargs):
+        self.pipe_config = pipe_config
+        self._links: Links | None = None
+        super().__init__(*args, **kwargs)
+        self._schedules: dict[tuple, ins.PlanSchedule] = {}
+        self._slots: dict[tuple[int, int], _MicroBatch] = {}
+        self._batches: dict[int, tuple] = {}
+        self._read = 0
+        self._evaluating = False
+        self._logits: list = []
+        self._links = self._make_links() if self.is_pipe_parallel else None
+        self.plan = pipe_config.plan(self.num_stages, self.micro_batches)
+        self._split = None
+        if splits_backward(self.plan):
+            self._split = SplitBackward(accumulator_of(self.optimizer))
+            self._split.attach(self.module)
+        self._meter = Meter(self)
+        self._faults = FaultMonitor(self.global_rank, self.stage_id, self._links)
+        track_plan(self)
+
+    def _make_links(self) -> Links:
+        two = self.pipe_config.p2p_groups == 2
+        # Every rank takes part in making every group, in the same order.
+        for ranks in self.grid.pipe_groups:
+            first = torch_dist.new_group(ranks)
+            second = torch_dist.new_group(ranks) if two else first
+            host = torch_dist.new_group(ranks, backend="gloo")
+            if self.global_rank in ranks:
+                to_next, to_prev, self.host_group = first, second, host
+        peers = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
+        return Links(torch.device(self.device), peers, self.stage_id, to_next, to_prev, self.host_group, hoisted=two)
+
+    # ------------------------------------------------------------------------------------------------ schedules
+
+    def _train_schedule(self):
+        self.plan = self.pipe_config.plan(self.num_stages, self.micro_batches)
+        return self._schedule(self.plan, self.micro_batches, backward=True)
+
+    def _inference_schedule(self, micro_batches):
+        return self._schedule(forward_only(self.plan.placement, micro_batches), micro_batches, backward=False)
+
+    def _schedule(self, plan, micro_batches, backward):
+        key = (plan.name, micro_batches, backward)
+        if key not in self._schedules:
+            ahead = 2 if self.pipe_config.p2p_groups == 2 else 0
+            program = lower(plan, backward=backward, ahead=ahead)[self.stage_id]
+            self._schedules[key] = ins.PlanSchedule(program, micro_batches, self.num_stages, plan.name, backward)
+        return self._schedules[key]
+
+    def _exec_schedule(self, pipe_schedule):
+        self._slots.clear()
+        self._batches.clear()
+        self._read = 0
+        self.fwd_outputs = []
+        if self._links:
+            self._links.begin("train" if pipe_schedule.backward else "eval")
+        self._meter.begin(pipe_schedule)
+        cmd = None
+        try:
+            for step_cmds in pipe_schedule:
+                for cmd in step_cmds:
+                    self._INSTRUCTION_MAP[type(cmd)](self, cmd.instr)
+            if self._links:
+                self._links.end()
+        except BaseException as error:
+            self._faults.report(error, cmd)
+            if self._split:
+                self._split.discard()
+            raise
+        finally:
+            self._slots.clear()
+            self._batches.clear()
+        self._meter.end()
+
+    # ---------------------------------------------------------------------------------------------- instructions
+
+    def _state(self, instr) -> _MicroBatch:
+        return self._slots.setdefault((instr.stage, instr.mb), _MicroBatch())
+
+    def _is_loss(self, stage: int) -> bool:
+        return stage == len(self.plan.placement) - 1
+
+    def _load(self, instr):
+        while instr.mb not in self._batches:
+            self._batches[self._read] = self._prepare(self._next_batch())
+            self._read += 1
+
+    def _prepare(self, batch):
+        prepare = getattr(self.module, "prepare_batch", None)
+        if prepare is not None:
+            batch = prepare(batch)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ValueError(f"the data iterator must yield (inputs, labels), got {type(batch).__name__}"
+                             f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}")
+        return batch
+
+    def _own_inputs(self, stage, value):
+        """Inputs of the first stage on the device, as upstream makes them: the caller's tensors are never modified."""
+        reentrant = self._reentrant_activation_checkpointing()
+
+        def own(tensor):
+            tensor = tensor.clone().detach().to(self.device)
+            if reentrant:
+                tensor.requires_grad_(tensor.is_floating_point())
+            return tensor
+
+        if torch.is_tensor(value):
+            return own(value)
+        if not isinstance(value, (tuple, list)) or not all(torch.is_tensor(x) for x in value):
+            raise ValueError(f"the inputs of a batch must be a tensor or a tuple of tensors, got {type(value).__name__}")
+        return tuple(own(x) for x in value)
+
+    def _own_labels(self, value):
+        if torch.is_tensor(value):
+            return value.to(self.device)
+        if isinstance(value, (tuple, list)):
+            return tuple(x.to(self.device).detach() if torch.is_tensor(x) else x for x in value)
+        return value
+
+    def _forward(self, instr):
+        state = self._state(instr)
+        if instr.stage == 0:
+            state.inputs = self._own_inputs(instr.stage, self._batches[instr.mb][0])
+        elif self._links:
+            with self._meter.waiting():
+                state.inputs, state.input_spec = self._links.take_act(instr.stage, instr.mb)
+        with self._meter.computing(instr):
+            # The engine's forward, which upstream's PipelineEngine hides from users.
+            outputs = super(PipelineEngine, self).forward(self._inputs_for_layers(state.inputs))
+            if not self.module.training:
+                ds_checkpointing.reset()
+            state.outputs = tuple(outputs) if isinstance(outputs, list) else outputs
+            if self._is_loss(instr.stage):
+                self._compute_loss_of(instr, state)
+        if instr.stage == 0 and not self._is_loss(instr.stage):
+            del self._batches[instr.mb]
+        if self._evaluating:
+            state.inputs = None
+
+    @staticmethod
+    def _inputs_for_layers(inputs):
+        def own(x):
+            return _OwnMemory.apply(x) if x.requires_grad else x
+
+        return own(inputs) if torch.is_tensor(inputs) else tuple(own(x) for x in inputs)
+
+    def _compute_loss_of(self, instr, state):
+        labels = self._own_labels(self._batches.pop(instr.mb)[1])
+        outputs, state.outputs = state.outputs, None
+        if self._evaluating and self.eval_return_logits:
+            self._logits.append(outputs)
+        if self._compute_loss and self.module.loss_fn is not None:
+            outputs = self.module.loss_fn(outputs, labels)
+        self.loss = outputs
+        self.fwd_outputs.append(outputs.detach() if torch.is_tensor(outputs) else [x.detach() for x in outputs])
+        if self._evaluating:
+            return
+        state.loss = outputs
+        self.total_loss = _added(self.total_loss, outputs)
+        extra = self.module.get_additional_losses()
+        if extra is not None:
+            self.total_additional_losses = self.total_additional_losses or OrderedDict()
+            for name, value in extra.items():
+                self.total_additional_losses[name] = _added(self.total_additional_losses.get(name), value)
+
+    def _send_output(self, instr):
+        state = self._state(instr)
+        state.output_spec = self._links.send_act(instr.stage, instr.mb, instr.peer, state.outputs, instr.window)
+        if self._evaluating:
+            state.outputs = None
+
+    def _post_input(self, instr):
+        self._links.post_act(instr.stage, instr.mb, instr.peer)
+
+    def _post_grad(self, instr):
+        state = self._state(instr)
+        if state.output_spec is None:
+            # Posted ahead of the send: the output is there, its description not yet.
+            state.output_spec = describe(state.outputs, f"stage {instr.stage} (micro-batch {instr.mb})")
+        self._links.post_grad(instr.stage, instr.mb, instr.peer, state.output_spec)
+
+    def _backward(self, instr):
+        state = self._state(instr)
+        loss_stage = self._is_loss(instr.stage)
+        grads = None
+        if not loss_stage:
+            with self._meter.waiting():
+                grads = self._links.take_grad(instr.stage, instr.mb)
+        collecting = self._split.collecting((instr.stage, instr.mb)) if instr.kind == "I" else contextlib.nullcontext()
+        with self._meter.computing(instr), collecting:
+            if loss_stage:
+                # The engine's backward, which upstream's PipelineEngine hides from users.
+                super(PipelineEngine, self).backward(state.loss)
+            elif grads:
+                self._backward_from(state, grads)
+        state.outputs = state.loss = None
+        if instr.stage > 0:
+            inputs = [state.inputs] if torch.is_tensor(state.inputs) else state.inputs
+            state.input_grads = [x.grad for x, spec in zip(inputs, state.input_spec.tensors) if spec.grad]
+        state.inputs = None
+
+    def _backward_from(self, state, grads):
+        outputs = [state.outputs] if torch.is_tensor(state.outputs) else state.outputs
+        outputs = [x for x, spec in zip(outputs, state.output_spec.tensors) if spec.grad]
+        bf16 = self.using_bf16_optimizer
+        if bf16:
+            self.optimizer.clear_lp_grads()
+        # DeepSpeed's output hooks refuse a backward that the engine did not announce.
+        self._running_engine_backward = True
+        try:
+            torch.autograd.backward(outputs, grads)
+        finally:
+            self._running_engine_backward = False
+        if bf16 and not self._config.bfloat16_config.immediate_grad_update:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
+        if self.wall_clock_breakdown():
+            # Started by the output hooks; upstream stops them in a backward that only the loss stage runs.
+            self._stop_timers(self.engine_timers.backward_inner_timers)
+            self._stop_timers(self.engine_timers.backward_timers)
+
+    def _weight_grad(self, instr):
+        with self._meter.computing(instr):
+            self._split.run((instr.stage, instr.mb))
+
+    def _send_grad(self, instr):
+        state = self._state(instr)
+        self._links.send_grad(instr.stage, instr.mb, instr.peer, state.input_grads, state.input_spec)
+        state.input_grads = []
+
+    def _reduce_tied(self, instr):
+        for weight, group in self.module.get_tied_weights_and_groups():
+            if self.using_bf16_optimizer or not weight.requires_grad:
+                continue
+            if weight.grad is None:
+                # The other owners reduce whether or not this stage used the weight.
+                weight.grad = torch.zeros_like(weight)
+        self._exec_reduce_tied_grads()
+
+    def _reduce(self, instr):
+        plain = self.dp_world_size == 1 and not self.zero_optimization() and not self.using_bf16_optimizer
+        if plain and not self.has_moe_layers:
+            # Nothing to average: upstream would still copy every gradient twice. Missing ones become zero, as there.
+            self._get_gradients_for_reduction()
+        else:
+            self._exec_reduce_grads()
+
+    def _step(self, instr):
+        if self._split and self._split.pending:
+            waiting = ", ".join(f"stage {s} micro-batch {m}" for s, m in self._split.pending)
+            raise RuntimeError(f"weight gradients of {waiting} were never computed: the plan {self.plan.name} steps "
+                               "before their W; nothing was updated")
+        self._meter.before_step()
+        self._exec_optimizer_step()
+
+    _INSTRUCTION_MAP = {
+        ins.LoadMicroBatch: _load,
+        ins.Forward: _forward,
+        ins.Backward: _backward,
+        ins.InputGrad: _backward,
+        ins.WeightGrad: _weight_grad,
+        ins.SendActivation: _send_output,
+        ins.PostActivation: _post_input,
+        ins.SendGrad: _send_grad,
+        ins.PostGrad: _post_grad,
+        ins.ReduceTiedGrads: _reduce_tied,
+        ins.ReduceGrads: _reduce,
+        ins.OptimizerStep: _step,
+    }
+
+    # -------------------------------------------------------------------------------------------------- training
+
+    def clip_fp32_gradients(self):
+        """Clips by the norm over all stages; upstream counts the first stage's gradients only (fp32, ZeRO-0)."""
+        total = self._squared_norm().to(torch.float64)
+        dist.all_reduce(total, group=self.grid.get_model_parallel_group())
+        self._global_grad_norm = total.sqrt().item()
+        factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
+        if factor < 1.0:
+            torch._foreach_mul_([p.grad for p in self.module.parameters() if p.grad is not None], factor)
+
+    def _squared_norm(self) -> torch.Tensor:
+        """Sum of squares of this rank's gradients, each parameter of the model counted on one rank only."""
+        first_slice = self.grid.get_slice_parallel_rank() == 0
+        grads = [p.grad for p in self.module.parameters()
+                 if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)
+                 and (first_slice or is_model_parallel_parameter(p))]
+        if not grads:
+            return torch.zeros((), device=self.device)
+        return torch.stack(torch._foreach_norm(grads)).square().sum()
+
+    def eval_batch(self, data_iter, return_logits=False, compute_loss=True, reduce_output="avg", bcast_loss=True,
+                   num_micro_batches=None):
+        """Evaluates one batch. As upstream's, but leaves training state, iterator and module mode as they were.
+
+        Args:
+            data_iter: iterator of (inputs, labels); ``num_micro_batches`` of them are read.
+            return_logits: also return the last stage's outputs of all micro-batches, concatenated along the first
+                dimension (a list if their other dimensions differ); None on the other stages.
+            compute_loss: apply the loss function; otherwise the outputs are reduced in its place.
+            reduce_output: ``"avg"`` over micro-batches and data-parallel replicas, or None for the list of all.
+            bcast_loss: give the result to all stages.
+            num_micro_batches: default: as many as in training.
+
+        Returns:
+            The loss, or ``(loss, logits)``.
+        """
+        micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
+        if micro_batches < 1:
+            raise ValueError(f"num_micro_batches must be at least 1, got {micro_batches}")
+        schedule = self._inference_schedule(micro_batches)
+        kept = {name: getattr(self, name) for name in ("data_iterator", "training_dataloader", "loss", "total_loss",
+                                                       "total_additional_losses", "fwd_outputs")
+                if name in self.__dict__}
+        modes = [(module, module.training) for module in self.module.modules()]
+        offset = self.module.micro_offset
+        self.eval_return_logits, self._compute_loss, self._logits = return_logits, compute_loss, []
+        self._evaluating = True
+        try:
+            self.module.eval()
+            self.set_dataiterator(data_iter)
+            with torch.no_grad():
+                self._exec_schedule(schedule)
+            outputs, logits = self.fwd_outputs, self._logits
+        finally:
+            self._evaluating, self.eval_return_logits, self._logits = False, False, []
+            self.module.micro_offset = offset
+            for module, training in modes:
+                module.training = training
+            self.__dict__.update(kept)
+        result = None
+        if self.is_last_stage():
+            result = self._reduce_outputs(outputs, reduce=reduce_output, micro_batches=micro_batches)
+        if compute_loss and reduce_output is not None and (bcast_loss or self.monitor.enabled):
+            result = self._bcast_pipe_scalar(result)
+            if self.global_rank == 0 and self.monitor.enabled:
+                self.monitor.write_events([("Train/Samples/eval_loss", result.mean().item(), self.global_samples)])
+        if not return_logits:
+            return result
+        return result, _joined(logits) if self.is_last_stage() else None
+
+    @property
+    def last_step(self) -> dict:
+        """What the last ``train_batch`` measured: see :meth:`~ds_pipe_ext.runtime.metrics.Meter.report`."""
+        return self._meter.report()
+
+    def destroy(self):
+        self._faults.stop()
+        if self._split:
+            self._split.detach()
+        super().destroy()
+
+
+def _added(total, loss):
+    if torch.is_tensor(loss):
+        return (torch.zeros_like(loss) if total is None else total) + loss.detach()
+    return [_added(None if total is None else total[i], value) for i, value in enumerate(loss)]
+
+
+def _joined(logits: list):
+    if all(torch.is_tensor(x) and x.dim() and x.shape[1:] == logits[0].shape[1:] for x in logits):
+        return torch.cat(logits)
+    return logits

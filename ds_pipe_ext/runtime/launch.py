@@ -1,0 +1,117 @@
+"""``initialize`` and ``install``: how a script gets the engine. Nothing is patched on import."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from importlib.metadata import version
+
+import deepspeed
+from deepspeed.pipe import PipelineModule as UpstreamModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.engine import PipelineEngine as UpstreamEngine
+
+from ..config import PipeConfig, count_microbatches, load, read_config
+from ..doctor import requirements
+from .engine import PlanEngine
+from .module import PipelineModule
+
+
+def _check_deepspeed() -> None:
+    found, supported = version("deepspeed"), requirements()["deepspeed"].specifier
+    if not supported.contains(found, prereleases=True):
+        raise RuntimeError(f"ds_pipe_ext supports deepspeed {supported}, found {found}: its pipeline engine is extended "
+                           f"from inside, so another release needs another ds_pipe_ext; pip install 'deepspeed{supported}'")
+
+
+class _EngineSwitch(type(UpstreamEngine)):
+    """Makes calling the class choose: our engine if the JSON names a schedule, else upstream's own."""
+
+    def __call__(cls, *args, config=None, model=None, **kwargs):
+        pipe_config = read_config(config)
+        if not pipe_config.active:
+            return UpstreamEngine(*args, config=config, model=model, **kwargs)
+        check_module(pipe_config, model)
+        return PlanEngine(pipe_config, *args, config=config, model=model, **kwargs)
+
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, UpstreamEngine)
+
+    def __subclasscheck__(cls, subclass):
+        return issubclass(subclass, UpstreamEngine)
+
+
+class _SwitchedEngine(UpstreamEngine, metaclass=_EngineSwitch):
+    """Stands in for ``deepspeed.PipelineEngine`` while the extension is installed."""
+
+
+def check_module(pipe_config: PipeConfig, model) -> None:
+    """Raises ValueError if ``model`` cannot be trained by the configuration's schedule."""
+    name = pipe_config.schedule.name
+    if not isinstance(model, UpstreamModule):
+        raise ValueError(f"pipeline.schedule is {name!r}, but the model is a {type(model).__name__}: a schedule needs a "
+                         "ds_pipe_ext.PipelineModule or deepspeed.pipe.PipelineModule (for a Hugging Face model: "
+                         "ds_pipe_ext.hf.pipeline_module)")
+    if isinstance(model, DualPipeVModule):
+        raise ValueError(f"pipeline.schedule is {name!r}, but the model is a DualPipeVModule, which runs DeepSpeed's own "
+                         "DualPipeV only; use ds_pipe_ext.PipelineModule or remove pipeline.schedule")
+    if pipe_config.stages not in (None, "auto") and pipe_config.stages != model.num_stages:
+        raise ValueError(f"pipeline.stages is {pipe_config.stages}, but the module was built with {model.num_stages} stages")
+    wanted = pipe_config.partition
+    if wanted is not None and not isinstance(model, PipelineModule) and pipe_config.boundaries != list(model.parts):
+        raise ValueError(f"pipeline.partition is {wanted}, but the module was already split as {list(model.parts)} by "
+                         "deepspeed.pipe.PipelineModule, which does not read it; build it with "
+                         "ds_pipe_ext.PipelineModule(layers, config=...) or remove pipeline.partition")
+
+
+def _config_of(args, config, config_params):
+    config = config if config is not None else config_params
+    if config is None:
+        config = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    return config
+
+
+@functools.wraps(deepspeed.initialize)
+def initialize(args=None, model=None, *positional, config=None, config_params=None, **kwargs):
+    """``deepspeed.initialize`` for a configuration that may name a ``pipeline.schedule``.
+
+    Same arguments and return value as ``deepspeed.initialize``. Without ``pipeline.schedule`` it is that function, with
+    upstream's own engine.
+
+    Raises:
+        ValueError: for a configuration or a model that cannot work, before any process group is built.
+    """
+    _check_deepspeed()
+    source = _config_of(args, config, config_params)
+    if source is not None:
+        pipe_config = read_config(source)
+        if pipe_config.active:
+            check_module(pipe_config, model)
+            replicas = model.topology().get_dim("data") or 1
+            pipe_config.plan(model.num_stages, count_microbatches(load(source), replicas))
+    with _switched():
+        return deepspeed.initialize(args, model, *positional, config=config, config_params=config_params, **kwargs)
+
+
+@contextlib.contextmanager
+def _switched():
+    before = deepspeed.PipelineEngine
+    deepspeed.PipelineEngine = _SwitchedEngine
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine = before
+
+
+def install() -> None:
+    """Makes ``deepspeed.initialize`` itself honour ``pipeline.schedule``, for scripts one does not own. Idempotent.
+
+    Pipeline modules built by such scripts keep upstream's split; configurations without a schedule keep upstream's engine.
+    """
+    _check_deepspeed()
+    deepspeed.PipelineEngine = _SwitchedEngine
+
+
+def uninstall() -> None:
+    """Undoes :func:`install`."""
+    deepspeed.PipelineEngine = UpstreamEngine
