@@ -4,8 +4,8 @@
 
 Every stage of every system sleeps F, I and W (the first stage's input gradient included), so a few cores run many ranks
 truthfully. What is measured is the order of the operations and the cost of the engine around it: not a training
-speed-up. All systems live in one group of processes and take turns, a few steps each, in several rounds; ratios are taken inside a
-round and their median is reported, so that a drift of the machine cancels.
+speed-up. All systems live in one group of processes and take turns, one isolated step or one steady series each; ratios
+are taken inside a turn and their median is reported, so that a drift of the machine cancels.
 
 isolated: a barrier before each step; from the first start to the last rank's end.
 steady:   consecutive steps without a barrier; total time / steps.
@@ -19,6 +19,7 @@ Exit status: 0 if every system did its work (counts, order and duration of the s
 import argparse
 import fnmatch
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -82,14 +83,11 @@ def worker(context, options: dict) -> dict:
 
     for number in range(options["rounds"]):
         # The order of the systems turns round, so that none always follows the same neighbour.
-        for key in sorted(made, reverse=bool(number % 2)):
-            context.report(f"round {number + 1}/{options['rounds']}: {key}")
-            if "isolated" in options["modes"]:
-                for _ in range(options["steps_per_round"]):
-                    timed(key, "isolated", 1)
-            if "steady" in options["modes"]:
-                timed(key, "steady", options["steps"])
-            dist.barrier()
+        for mode in options["modes"]:
+            for turn in range(options["steps_per_round"] if mode == "isolated" else 1):
+                for key in sorted(made, reverse=bool((number + turn) % 2)):
+                    context.report(f"{mode}, round {number + 1}/{options['rounds']}: {key}")
+                    timed(key, mode, 1 if mode == "isolated" else options["steps"])
     stages = {key: setting.ranks * len(system.stages) for key, system in made.items()}
     return {"intervals": intervals, "work": work, "losses": losses, "stages": stages}
 
@@ -113,14 +111,13 @@ def rows_of(options: dict, ranks: list[dict]) -> list[dict]:
     plans = systems.one_stage_plans(setting)
     rows = []
     for mode in options["modes"]:
-        per_round = options["steps_per_round"] if mode == "isolated" else 1
-        medians = {key: statistics.median(durations(ranks, key, mode)) for key in options["systems"]}
-        rounds = {key: _medians_of(durations(ranks, key, mode), per_round) for key in options["systems"]}
+        samples = {key: durations(ranks, key, mode) for key in options["systems"]}
+        medians = {key: statistics.median(values) for key, values in samples.items()}
 
         def ratio(key: str, other: str) -> float | None:
-            if other not in rounds:
+            if other not in samples:
                 return None
-            return statistics.median(a / b for a, b in zip(rounds[key], rounds[other]))
+            return statistics.median(a / b for a, b in zip(samples[key], samples[other]))
 
         for key in options["systems"]:
             name, schedule = key.split(":")
@@ -137,14 +134,10 @@ def rows_of(options: dict, ranks: list[dict]) -> list[dict]:
                 "simulated_s": simulated, "executed_over_simulated": medians[key] / simulated if simulated else None,
                 "executed_over_replay": ratio(key, f"{systems.REPLAY}:{schedule}") if name == systems.OURS else None,
                 "work_s": max(work), "work_s_min": min(work),
-                "stages": ranks[0]["stages"][key], "steps_timed": len(durations(ranks, key, mode)) *
-                (options["steps"] if mode == "steady" else 1), "last_loss": losses[-1] if losses else None,
+                "stages": ranks[0]["stages"][key], "samples_s": samples[key],
+                "last_loss": losses[-1] if losses else None,
             })
     return rows
-
-
-def _medians_of(values: list[float], size: int) -> list[float]:
-    return [statistics.median(values[at:at + size]) for at in range(0, len(values), size)]
 
 
 def problems(rows: list[dict], options: dict) -> list[str]:
@@ -230,10 +223,11 @@ def main(argv: list[str] | None = None) -> int:
         if unknown:
             console.print(f"[red]no system matches {', '.join(unknown)}; known are those above")
         return 1 if unknown else 0
-    started = time.time()
+    started, load = time.time(), os.getloadavg()[0]
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=len(options["systems"]) * (2 + args.rounds) + 1)
+        task = progress.add_task("starting", total=1 + len(options["systems"]) * (2 + args.rounds * (
+            ("steady" in args.modes) + ("isolated" in args.modes) * options["steps_per_round"])))
         try:
             ranks = launch.run(worker, args.ranks, (options, ), patience=args.patience,
                                progress=lambda text: progress.update(task, description=text, advance=1))
@@ -250,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({
             "benchmark": "schedules", "options": options, "rows": rows, "problems": wrong,
-            "seconds": round(time.time() - started, 1),
+            "seconds": round(time.time() - started, 1), "load_average": [load, os.getloadavg()[0]],
             "versions": {"python": platform.python_version(), "torch": torch.__version__,
                          "deepspeed": deepspeed.__version__},
         }, indent=1) + "\n", "utf-8")
