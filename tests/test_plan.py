@@ -181,6 +181,9 @@ def test_text_drawing_scales_and_names_stages():
     assert draw.text(simulate(parse_csv("0F0,0B0\n"), Costs((8, ), (8, ), (8, )))) == "rank 0 | F0 B0 B0\n"
     text = draw.text(simulate(forward_only((0, 1, 1, 0), 2)))
     assert text.splitlines()[0].split()[3:] == ["0F0", "0F1", "..", "..", "3F0", "3F1"]
+    halfway = simulate(parse_csv("0F0,0B0\n1F0,1B0\n"), Costs((1, 1), (1, 1), (1, 1), hop=0.6))
+    assert draw.text(halfway) == ("rank 0 | F0 .. .. .. .. B0 B0\n"
+                                  "rank 1 | .. .. F0 B0 B0 .. ..\n")
     # Operations that take no or hardly any time do not appear and do not stretch the rest.
     assert set(draw.text(simulate(parse_csv("0F0,0I0,0W0\n"), Costs((1, ), (0, ), (1000, )))).split()[3:]) == {"W0"}
 
