@@ -11,14 +11,19 @@ def accumulate_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Add `grad` (shape of `param`) to `param.grad` as autograd does, hooks of the parameter included."""
     if not param.requires_grad:
         return
-    if param._backward_hooks or param._post_accumulate_grad_hooks or (param.grad is not None and param.grad.is_sparse):
-        torch.autograd.backward([param], [grad])
+    for hook in list((param._backward_hooks or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    if param.grad is not None and param.grad.is_sparse:
+        param.grad = param.grad + grad
     elif param.grad is not None:
         param.grad.add_(grad)
     elif grad.stride() == param.stride():
         param.grad = grad
     else:
         param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+        hook(param)
 
 
 @contextlib.contextmanager

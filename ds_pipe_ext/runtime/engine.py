@@ -11,6 +11,7 @@ import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ..config import PipeConfig
@@ -35,6 +36,10 @@ class _MicroBatch:
     output_spec: Spec | None = None
     loss: torch.Tensor | None = None
     input_grads: list = field(default_factory=list)
+
+
+#: below this a copy costs less than an autograd function
+_CLONE_BELOW = 256 * 1024
 
 
 class _OwnMemory(torch.autograd.Function):
@@ -77,9 +82,17 @@ class PlanEngine(PipelineEngine):
         if splits_backward(self.plan):
             self._split = SplitBackward(accumulator_of(self.optimizer))
             self._split.attach(self.module)
+        self._lean = self._needs_no_hooks()
         self._meter = Meter(self)
         self._faults = FaultMonitor(self.global_rank, self.stage_id, self._links)
         track_plan(self)
+
+    def _needs_no_hooks(self) -> bool:
+        """True if DeepSpeed's hooks around forward and backward (timers, profilers, ZeRO, loss scaling) would do nothing."""
+        return not (self.zero_optimization() or self.using_bf16_optimizer or self.fp16_enabled()
+                    or self.wall_clock_breakdown() or self.flops_profiler_enabled() or self.random_ltd_enabled()
+                    or self.memory_breakdown() or self.autotuning_enabled() or self.is_deepcompile_enabled()
+                    or self.torch_autocast_z0_gradscaler)
 
     def _make_links(self) -> Links:
         two = self.pipe_config.p2p_groups == 2
@@ -193,8 +206,13 @@ class PlanEngine(PipelineEngine):
             with self._meter.waiting():
                 state.inputs, state.input_spec = self._links.take_act(instr.stage, instr.mb)
         with self._meter.computing(instr):
-            # The engine's forward, which upstream's PipelineEngine hides from users.
-            outputs = super(PipelineEngine, self).forward(self._inputs_for_layers(state.inputs))
+            inputs = self._inputs_for_layers(state.inputs)
+            if self._lean:
+                with autocast_if_enabled(self):
+                    outputs = self.module(inputs)
+            else:
+                # The engine's forward, which upstream's PipelineEngine hides from users.
+                outputs = super(PipelineEngine, self).forward(inputs)
             if not self.module.training:
                 ds_checkpointing.reset()
             state.outputs = tuple(outputs) if isinstance(outputs, list) else outputs
@@ -208,7 +226,9 @@ class PlanEngine(PipelineEngine):
     @staticmethod
     def _inputs_for_layers(inputs):
         def own(x):
-            return _OwnMemory.apply(x) if x.requires_grad else x
+            if not x.requires_grad:
+                return x
+            return x.clone() if x.nbytes < _CLONE_BELOW else _OwnMemory.apply(x)
 
         return own(inputs) if torch.is_tensor(inputs) else tuple(own(x) for x in inputs)
 
@@ -256,7 +276,9 @@ class PlanEngine(PipelineEngine):
                 grads = self._links.take_grad(instr.stage, instr.mb)
         collecting = self._split.collecting((instr.stage, instr.mb)) if instr.kind == "I" else contextlib.nullcontext()
         with self._meter.computing(instr), collecting:
-            if loss_stage:
+            if loss_stage and self._lean:
+                (state.loss / self.gradient_accumulation_steps()).backward()
+            elif loss_stage:
                 # The engine's backward, which upstream's PipelineEngine hides from users.
                 super(PipelineEngine, self).backward(state.loss)
             elif grads:
@@ -270,6 +292,9 @@ class PlanEngine(PipelineEngine):
     def _backward_from(self, state, grads):
         outputs = [state.outputs] if torch.is_tensor(state.outputs) else state.outputs
         outputs = [x for x, spec in zip(outputs, state.output_spec.tensors) if spec.grad]
+        if self._lean:
+            torch.autograd.backward(outputs, grads)
+            return
         bf16 = self.using_bf16_optimizer
         if bf16:
             self.optimizer.clear_lp_grads()
@@ -336,6 +361,22 @@ class PlanEngine(PipelineEngine):
     }
 
     # -------------------------------------------------------------------------------------------------- training
+
+    def _aggregate_total_loss(self):
+        """Upstream's mean loss; it travels in the step's one gather instead of a broadcast of its own."""
+        if self.total_additional_losses is not None or self.module.get_additional_losses() is not None:
+            self._meter.gather(float("nan"), float("nan"))
+            return super()._aggregate_total_loss()
+        own = agg = None
+        if self.is_last_stage():
+            own = self._scale_loss_by_gas(self.total_loss).detach().float()
+            agg = own.clone()
+            if self.is_data_parallel:
+                dist.all_reduce(agg, group=self.mpu.get_data_parallel_group())
+                agg /= self.dp_world_size
+        losses = self._meter.gather(*((float("nan"), ) * 2 if own is None else (own.item(), agg.item())))
+        self.dp_group_loss, agg_loss = (torch.tensor(value, device=self.device) for value in losses)
+        return agg_loss
 
     def clip_fp32_gradients(self):
         """Clips by the norm over all stages; upstream counts the first stage's gradients only (fp32, ZeRO-0)."""

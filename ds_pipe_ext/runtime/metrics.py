@@ -14,7 +14,7 @@ from ..plan.simulate import Costs, simulate
 
 #: one number of each per rank, in this order, in the step's single gather
 _FIELDS = ("compute_s", "wait_s", "pipeline_s", "step_s", "samples", "tokens", "peak_activation_bytes", "in_flight",
-           "squared_norm", "forward_s", "input_grad_s", "weight_grad_s")
+           "squared_norm", "forward_s", "input_grad_s", "weight_grad_s", "loss", "mean_loss")
 _SAMPLE_EVERY = 50
 #: plans larger than this are not simulated after every step
 _SIMULATE_BELOW = 20_000
@@ -116,11 +116,19 @@ class Meter:
             self._squared_norm = engine._squared_norm().item()
 
     def end(self) -> None:
-        """Ends a step; for training steps gathers the numbers over the pipeline."""
-        if not self._training:
-            return
-        end = self._clock.now()
-        self._clock.settle(end)
+        """Ends the instructions of a step."""
+        self._end = self._clock.now()
+
+    def gather(self, loss: float, mean_loss: float) -> tuple[float, float]:
+        """Gathers the numbers of a training step over the pipeline, the one collective of a step.
+
+        Args:
+            loss, mean_loss: of this replica and of all replicas, on the rank that computes the loss.
+
+        Returns:
+            ``(loss, mean_loss)`` of the rank that computes the loss.
+        """
+        self._clock.settle(self._end)
         between = self._clock.between
         by_kind = defaultdict(list)
         for kind, start, stop in self._spans:
@@ -128,9 +136,9 @@ class Meter:
         mean = {kind: sum(values) / len(values) for kind, values in by_kind.items()}
         # A full backward counts as input gradient: only the sum of the two matters for a plan that runs B.
         row = [sum(map(sum, by_kind.values())), sum(between(*pair) for pair in self._idle),
-               between(self._start, self._pipeline_end), between(self._start, end), self._samples, self._tokens,
+               between(self._start, self._pipeline_end), between(self._start, self._end), self._samples, self._tokens,
                self._peak, self._most_in_flight, self._squared_norm, mean.get("F", 0.0),
-               mean.get("I", mean.get("B", 0.0)), mean.get("W", 0.0)]
+               mean.get("I", mean.get("B", 0.0)), mean.get("W", 0.0), loss, mean_loss]
         engine = self._engine
         if engine.is_pipe_parallel:
             own = torch.tensor(row, dtype=torch.float64)
@@ -146,6 +154,8 @@ class Meter:
             engine._global_grad_norm = sum(squares)**0.5
         if engine.monitor.enabled and engine.global_rank == 0:
             engine.monitor.write_events(self.events())
+        source = self._gathered[engine.plan.placement[-1]]
+        return source[-2], source[-1]
 
     def report(self) -> dict:
         """The last training step as plain data.

@@ -6,6 +6,7 @@ gradient comes back for every tensor, so that the receiver can post its buffers 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -80,6 +81,7 @@ class Layout(NamedTuple):
     pack_bytes: int
 
 
+@lru_cache(maxsize=1024)
 def layout(tensors: tuple[TensorSpec, ...]) -> Layout:
     """Groups tensors into messages; tensors without elements need none."""
     small = [i for i, spec in enumerate(tensors) if 0 < spec.nbytes <= _PACK_BELOW]
@@ -93,11 +95,12 @@ def layout(tensors: tuple[TensorSpec, ...]) -> Layout:
     return Layout(alone, tuple(small), tuple(offsets), end)
 
 
-def message_shapes(tensors: tuple[TensorSpec, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+@lru_cache(maxsize=1024)
+def message_shapes(tensors: tuple[TensorSpec, ...]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     """Shape and dtype of every message of a spec, in the order in which they are sent."""
     plan = layout(tensors)
-    shapes = [(tensors[i].shape, tensors[i].dtype) for i in plan.alone]
-    return shapes + [((plan.pack_bytes, ), torch.uint8)] if plan.packed else shapes
+    shapes = tuple((tensors[i].shape, tensors[i].dtype) for i in plan.alone)
+    return (*shapes, ((plan.pack_bytes, ), torch.uint8)) if plan.packed else shapes
 
 
 def to_messages(values: list[torch.Tensor], tensors: tuple[TensorSpec, ...]) -> list[torch.Tensor]:
