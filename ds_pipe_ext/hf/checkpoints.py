@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import torch
 from safetensors import safe_open
+from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map, load_gguf_checkpoint
 
@@ -78,8 +79,23 @@ class SafetensorsTensors:
         tensors = {}
         for path, names in by_file.items():
             with safe_open(path, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in names}
+                # Clones, because a tensor of the mapped file would break when the directory is saved to again.
+                tensors |= {name: file.get_tensor(name).clone() for name in names}
         return tensors
+
+
+class _ModelNames:
+    """What the name mapping reads of a model, models inside it included but not their modules.
+
+    transformers builds its table anew for each of hundreds of modules otherwise, which takes seconds.
+    """
+
+    def __init__(self, model):
+        self.config, self.state_dict = model.config, model.state_dict
+        self.children = [(name, _ModelNames(child)) for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+
+    def named_children(self):
+        return self.children
 
 
 class GGUFTensors:
@@ -97,7 +113,7 @@ class GGUFTensors:
 
     def bind(self, model, weight_mapping):
         """Find out which tensors of the file make which parameters of `model`."""
-        self.names = get_gguf_hf_weights_map(model, self.processor)
+        self.names = get_gguf_hf_weights_map(_ModelNames(model), self.processor)
         self.state = model.state_dict()
 
     def _target(self, name):

@@ -149,7 +149,7 @@ class RandomSource(_EmptyModelSource):
 
     def _fill(self, name, unit):
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed((self.seed << 32) + zlib.crc32(name.encode()))
+            torch.manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
             _materialise(unit, parameters=True)
             _initialise(self.template, unit)
 
