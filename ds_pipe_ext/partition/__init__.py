@@ -1,0 +1,1 @@
+"""Partitioners: pure functions that cut a list of layers into stages."""
