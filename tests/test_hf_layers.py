@@ -325,14 +325,6 @@ def test_smollm2_from_gguf_equals_transformers():
         assert torch.equal(chain.forward(ids)[0], model(ids).logits)
 
 
-REFUSED = {
-    "T5Config": "no causal language model",
-    "BertConfig": "is_causal is False",
-    "MambaConfig": "",
-    "Gemma3nTextConfig": "",
-}
-
-
 @pytest.mark.parametrize("kind,reason", [("T5Config", "no causal language model"), ("BertConfig", "is_causal is False")])
 def test_other_kinds_of_models_are_refused(kind, reason):
     with pytest.raises(ValueError, match=reason):

@@ -87,7 +87,7 @@ class DecoderLayer(PipelineLayer):
             output = self.only()(*args[:key], hidden, *args[key:], **kwargs)
         else:
             output = self.only()(*args, **{key: hidden}, **kwargs)
-        return pack(output[0] if isinstance(output, tuple) else output, side)
+        return pack(output[0] if isinstance(output, (tuple, list)) else output, side)
 
 
 class Epilogue(PipelineLayer):
@@ -106,10 +106,20 @@ class Head(PipelineLayer):
         return self.shell.head(hidden, side_arguments(side), self.only(), self.training)
 
 
-def count_parameters(spec) -> int:
-    """Trainable parameters of one item of `layers_of`, without building it."""
-    shell, _, names = spec.module_args[:3]
-    return sum(shell.parameter_counts[name] for name in names)
+class _Counted:
+    """A spec that knows its layer's trainable parameters without building it."""
+
+    def parameter_count(self) -> int:
+        shell, _, names = self.module_args
+        return sum(shell.parameter_counts[name] for name in names)
+
+
+class Spec(_Counted, LayerSpec):
+    """A LayerSpec of a `PipelineLayer`."""
+
+
+class TiedSpec(_Counted, TiedLayerSpec):
+    """A TiedLayerSpec of a `PipelineLayer`."""
 
 
 def layers_of(model_or_source, *, dtype=None, gguf_file=None, seed=None) -> list:
@@ -134,7 +144,7 @@ def layers_of(model_or_source, *, dtype=None, gguf_file=None, seed=None) -> list
     source.check(units)
 
     def spec(kind, *names, **extra):
-        return LayerSpec(kind, shell, source, names, **extra)
+        return Spec(kind, shell, source, names, **extra)
 
     tied = source.tied_head(units)
     saved = [name for name in units.all if not (tied and name == units.head)]
@@ -143,7 +153,7 @@ def layers_of(model_or_source, *, dtype=None, gguf_file=None, seed=None) -> list
     if tied:
         attribute = units.embedding.replace(".", "-") + ".weight"
         ends = [
-            TiedLayerSpec("embedding", Embedding, shell, source, (units.embedding,), tied_weight_attr=attribute, forward_fn=function)
+            TiedSpec("embedding", Embedding, shell, source, (units.embedding,), tied_weight_attr=attribute, forward_fn=function)
             for function in (None, Embedding.logits)
         ]
     prologue = [spec(Prologue, *structure.prologue)] if structure.has_prologue else []

@@ -3,7 +3,7 @@
 from functools import cache
 
 from .batch import CausalLMLoss, prepare_batch
-from .layers import DecoderLayer, count_parameters, layers_of
+from .layers import DecoderLayer, layers_of
 from .sources import open_source
 
 
@@ -43,7 +43,7 @@ def pipeline_module(
     layers = layers_of(source)
     if loss_fn is None:
         shell = layers[0].module_args[0]
-        loss_fn = CausalLMLoss(shell.model.loss_function, source.config.get_text_config().vocab_size)
+        loss_fn = CausalLMLoss(shell.loss_function(), shell.vocab_size)
     # Reentrant checkpointing around the embedding would lose its gradient: its inputs are integers.
     pipeline_module_kwargs.setdefault("checkpointable_layers", [DecoderLayer.__name__])
     module = _module_class()(
@@ -61,9 +61,5 @@ def _module_class():
         """A PipelineModule over `layers_of` a causal LM."""
 
         prepare_batch = staticmethod(prepare_batch)
-
-        def _count_layer_params(self):
-            """Trainable parameters of each layer, counted without reading weights."""
-            return [count_parameters(spec) for spec in self._layer_specs]
 
     return CausalLMPipelineModule

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_map, tree_map_only
 
-from .structure import Structure, check_kind, find_units, trace
+from .structure import Structure, check_kind, find_units, refusal, trace
 
 CACHE_ENTRIES = 2  # one-forward-one-backward alternates between two micro-batches at most
 
@@ -137,19 +137,44 @@ class Shell:
             rewind()
             return project(hidden)
 
-        return self.run({self.units.head: real_head}, self._blank_embeds(hidden), side, training)
+        return self.run({self.units.head: real_head}, self._blank_embeds(hidden), side, training).logits
+
+    def loss_function(self):
+        """The model's own loss, as a function (logits, labels, vocab_size=...).
+
+        Raises:
+            ValueError: the model's forward computes another loss (unshifted labels, extra terms); found by comparing
+                the two on random logits.
+        """
+        generator = torch.Generator().manual_seed(0)
+        embeds, labels = torch.zeros(2, 4, 1, dtype=self.dtype), torch.tensor([[1, 2, 0, 1], [-100, 2, 1, 0]])
+
+        def random_head(hidden):
+            width = self.model.get_output_embeddings().weight.shape[0]
+            return torch.rand(*hidden.shape[:2], width, generator=generator, dtype=self.dtype)
+
+        with torch.no_grad():
+            output = self.run({self.units.head: random_head}, self._blank_embeds(embeds), {"labels": labels})
+            expected = self.model.loss_function(output.logits, labels, vocab_size=self.vocab_size)
+        if not torch.equal(output.loss, expected):
+            raise refusal(self.model, "its forward computes another loss than its loss_function; pass loss_fn=")
+        return self.model.loss_function
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.get_text_config().vocab_size
 
     # Mechanics.
 
     def run(self, handlers, embeds, side, training=True):
-        """Run the model's forward with `handlers` behind the stubs; a captured value, or the logits."""
+        """Run the model's forward with `handlers` behind the stubs; a captured value, or the model's output."""
         self._move(embeds.device)
         if self.model.training != training:
             self.model.train(training)
         self._handlers = handlers
         side = {name: _as_model_input(tensor) for name, tensor in side.items()}
         try:
-            return self.model(inputs_embeds=embeds, use_cache=False, return_dict=True, **side).logits
+            return self.model(inputs_embeds=embeds, use_cache=False, return_dict=True, **side)
         except _Captured as captured:
             return captured.value
         finally:

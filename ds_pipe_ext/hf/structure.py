@@ -47,9 +47,13 @@ class Structure:
     draws_random: bool
 
 
-def refusal(model, reason: str) -> ValueError:
+class UnsupportedModelError(ValueError):
+    """A model that cannot be turned into pipeline layers."""
+
+
+def refusal(model, reason: str) -> UnsupportedModelError:
     """The error for a model that cannot be turned into pipeline layers."""
-    return ValueError(
+    return UnsupportedModelError(
         f"{type(model).__name__} cannot be turned into pipeline layers: {reason}. Only decoder-only causal language models whose layers "
         "pass nothing but their hidden states to each other are supported; use another model or write its layer list by hand "
         "with ds_pipe_ext.PipelineModule."
@@ -143,7 +147,7 @@ def trace(shell) -> Structure:
     for returns_tuple in (False, True):
         try:
             return _trace(shell, returns_tuple)
-        except ValueError as error:
+        except UnsupportedModelError as error:
             # What a forward makes of a tensor where it expects a tuple is not worth reporting, unless both fail.
             first_error = first_error or error
         except Exception as error:
@@ -189,7 +193,7 @@ def _trace(shell, returns_tuple) -> Structure:
     handlers |= {name: other_stub(name) for name in units.others}
     state = torch.get_rng_state()
     model.train()
-    logits = shell.run(handlers, embeds, {})
+    logits = shell.run(handlers, embeds, {}).logits
     drawn = not torch.equal(state, torch.get_rng_state())
     torch.set_rng_state(state)
 
