@@ -26,25 +26,35 @@ def prepare_batch(batch):
     if hasattr(batch, "keys"):
         if batch.get("labels") is None:
             raise ValueError(
-                f"The batch has no 'labels' (it has {sorted(batch.keys())}); a pipeline needs them on its last stage. Add them in the "
-                "collator, e.g. DataCollatorForLanguageModeling(tokenizer, mlm=False)."
+                f"The batch has no 'labels' (it has {sorted(batch.keys())}); a pipeline needs them on its last stage. "
+                "Add them in the collator, e.g. DataCollatorForLanguageModeling(tokenizer, mlm=False)."
             )
         inputs, labels = {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
         inputs, labels = batch
     else:
-        raise ValueError(f"A batch must be a mapping with input_ids and labels, or a pair (inputs, labels); got {type(batch).__name__}.")
+        raise ValueError(
+            "A batch must be a mapping with input_ids and labels, or a pair (inputs, labels); got "
+            f"{type(batch).__name__}."
+        )
     if isinstance(inputs, torch.Tensor):
         return inputs, labels
     if not hasattr(inputs, "keys"):
         if len(inputs) > len(KNOWN):
-            raise ValueError(f"The inputs hold {len(inputs)} tensors; allowed are at most {len(KNOWN)}, in the order {KNOWN}.")
+            raise ValueError(
+                f"The inputs hold {len(inputs)} tensors; allowed are at most {len(KNOWN)}, in the order {KNOWN}."
+            )
         inputs = dict(zip(KNOWN, inputs))
     unknown = sorted(name for name, value in inputs.items() if name not in KNOWN and value is not None)
     if unknown:
-        raise ValueError(f"The batch has columns that the pipeline does not carry: {unknown}; allowed are {KNOWN} and labels. Remove them in the collator.")
+        raise ValueError(
+            f"The batch has columns that the pipeline does not carry: {unknown}; allowed are {KNOWN} and labels. "
+            "Remove them in the collator."
+        )
     if inputs.get("input_ids") is None:
-        raise ValueError(f"The batch has no 'input_ids' (it has {sorted(inputs)}); inputs_embeds and others are not supported.")
+        raise ValueError(
+            f"The batch has no 'input_ids' (it has {sorted(inputs)}); inputs_embeds and others are not supported."
+        )
     tensors = [inputs["input_ids"]]
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is not None:
@@ -82,11 +92,14 @@ def side_arguments(side) -> dict:
             name = "position_ids"
         else:
             raise ValueError(
-                f"A side tensor of dtype {tensor.dtype} and shape {list(tensor.shape)} reached a pipeline layer; attention masks travel as bool "
-                "or float, position ids as int32. Pass batches through prepare_batch first."
+                f"A side tensor of dtype {tensor.dtype} and shape {list(tensor.shape)} reached a pipeline layer; "
+                "attention masks travel as bool or float, position ids as int32. Pass batches through prepare_batch "
+                "first."
             )
         if name in arguments:
-            raise ValueError(f"Two side tensors stand for {name}; at most one attention mask and one position_ids may be given.")
+            raise ValueError(
+                f"Two side tensors stand for {name}; at most one attention mask and one position_ids may be given."
+            )
         arguments[name] = tensor.detach()
     return arguments
 

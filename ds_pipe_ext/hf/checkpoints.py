@@ -7,7 +7,12 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map, load_gguf_checkpoint
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+    load_gguf_checkpoint,
+)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,8 +35,8 @@ class SafetensorsTensors:
         absent = [path.name for path in paths if not path.exists()]
         if absent:
             raise ValueError(
-                f"{directory} lacks {absent}. Weights are read from {SINGLE} or the shards of {INDEX}; convert other formats with "
-                "AutoModelForCausalLM.from_pretrained(directory).save_pretrained(directory)."
+                f"{directory} lacks {absent}. Weights are read from {SINGLE} or the shards of {INDEX}; convert other "
+                "formats with AutoModelForCausalLM.from_pretrained(directory).save_pretrained(directory)."
             )
         self.files = {}
         for path in paths:
@@ -92,7 +97,9 @@ class _ModelNames:
 
     def __init__(self, model):
         self.config, self.state_dict = model.config, model.state_dict
-        self.children = [(name, _ModelNames(child)) for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+        self.children = [
+            (name, _ModelNames(child)) for name, child in model.named_children() if isinstance(child, PreTrainedModel)
+        ]
 
     def named_children(self):
         return self.children
@@ -135,7 +142,9 @@ class GGUFTensors:
             if target is None or not target.startswith(unit + "."):
                 continue
             weights = dequantize(tensor.data, tensor.tensor_type)
-            result = self.processor.process(weights=weights, name=tensor.name, tensor_key_mapping=self.names, parsed_parameters=parsed)
+            result = self.processor.process(
+                weights=weights, name=tensor.name, tensor_key_mapping=self.names, parsed_parameters=parsed
+            )
             if result.name in self.names:
                 parsed["tensors"][self.names[result.name]] = torch.tensor(result.weights)
         return parsed["tensors"]

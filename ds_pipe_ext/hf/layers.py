@@ -148,12 +148,22 @@ def layers_of(model_or_source, *, dtype=None, gguf_file=None, seed=None) -> list
 
     tied = source.tied_head(units)
     saved = [name for name in units.all if not (tied and name == units.head)]
-    shell.tensor_names = tuple(f"{name}.{key}" for name in saved for key in shell.model.get_submodule(name).state_dict())
+    shell.tensor_names = tuple(
+        f"{name}.{key}" for name in saved for key in shell.model.get_submodule(name).state_dict()
+    )
     ends = [spec(Embedding, units.embedding), spec(Head, units.head)]
     if tied:
         attribute = units.embedding.replace(".", "-") + ".weight"
         ends = [
-            TiedSpec("embedding", Embedding, shell, source, (units.embedding,), tied_weight_attr=attribute, forward_fn=function)
+            TiedSpec(
+                "embedding",
+                Embedding,
+                shell,
+                source,
+                (units.embedding,),
+                tied_weight_attr=attribute,
+                forward_fn=function,
+            )
             for function in (None, Embedding.logits)
         ]
     prologue = [spec(Prologue, *structure.prologue)] if structure.has_prologue else []

@@ -33,7 +33,9 @@ def save_pretrained(engine_or_module, directory, tokenizer=None, max_shard_bytes
     if hasattr(module, "train_batch"):  # an engine; a module may have an attribute named module for other reasons
         module = module.module
     layers = _layers(module)
-    _raise_together(ValueError, None if layers else "there are no layers made by ds_pipe_ext.hf here; pass the engine or its module")
+    _raise_together(
+        ValueError, None if layers else "there are no layers made by ds_pipe_ext.hf here; pass the engine or its module"
+    )
     shell, source = layers[0].shell, layers[0].source
     tensors = _own_tensors(module, layers)
     sizes = _gather({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
@@ -42,14 +44,21 @@ def save_pretrained(engine_or_module, directory, tokenizer=None, max_shard_bytes
     missing = sorted(set(shell.tensor_names) - planned)
     if missing:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        raise ValueError(f"No rank holds these tensors of the model: {missing[:8]}{more}. Call save_pretrained on every rank, with all layers.")
+        raise ValueError(
+            f"No rank holds these tensors of the model: {missing[:8]}{more}. Call save_pretrained on every rank, with "
+            "all layers."
+        )
 
     with _Together():
         directory.mkdir(parents=True, exist_ok=True)
         for owner, file, names in files:
             if owner == _rank():
                 # Clones, because parameters of some optimizers are views of one flat buffer.
-                save_file({name: tensors[name].detach().cpu().clone().contiguous() for name in names}, directory / file, {"format": "pt"})
+                save_file(
+                    {name: tensors[name].detach().cpu().clone().contiguous() for name in names},
+                    directory / file,
+                    {"format": "pt"},
+                )
         if _rank() == 0:
             source.config.dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
             for part in (source.config, source.generation_config, tokenizer):
@@ -75,7 +84,7 @@ def _own_tensors(module, layers):
 
 
 def _plan_files(sizes, max_shard_bytes):
-    """[(rank, file name, tensor names)] from each rank's {name: bytes}; the first rank that holds a tensor writes it."""
+    """[(rank, file, tensor names)] from each rank's {name: bytes}; the first rank that holds a tensor writes it."""
     shards, seen = [], set()
     for rank, held in enumerate(sizes):
         names, filled = [], 0
@@ -92,7 +101,10 @@ def _plan_files(sizes, max_shard_bytes):
             shards.append((rank, names))
     if len(shards) == 1:
         return [(shards[0][0], SINGLE, shards[0][1])]
-    return [(rank, f"model-{index:05d}-of-{len(shards):05d}.safetensors", names) for index, (rank, names) in enumerate(shards, 1)]
+    return [
+        (rank, f"model-{index:05d}-of-{len(shards):05d}.safetensors", names)
+        for index, (rank, names) in enumerate(shards, 1)
+    ]
 
 
 def _finish(directory, files, total_size):

@@ -1,4 +1,4 @@
-"""The shell: a model's own forward with every module that has weights stubbed, run by each stage for what lies between them."""
+"""The shell: a model's own forward with every module that has weights stubbed, run by each stage for the rest."""
 
 from collections import OrderedDict
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_map, tree_map_only
 
-from .structure import Structure, check_kind, find_units, refusal, trace
+from .structure import Structure, find_units, refusal, trace
 
 CACHE_ENTRIES = 2  # one-forward-one-backward alternates between two micro-batches at most
 
@@ -41,7 +41,6 @@ class Shell:
     tensor_names = ()
 
     def __init__(self, model):
-        check_kind(model)
         self.model = model
         self.units = find_units(model)
         self.dtype = model.get_submodule(self.units.embedding).weight.dtype
@@ -199,7 +198,9 @@ class Shell:
 
         def materialise(tensor):
             floating = tensor.is_floating_point()
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device, requires_grad=requires_grad and floating)
+            return torch.zeros(
+                tensor.shape, dtype=tensor.dtype, device=self._device, requires_grad=requires_grad and floating
+            )
 
         return tree_map(lambda leaf: materialise(leaf) if isinstance(leaf, torch.Tensor) else leaf, output)
 
@@ -244,4 +245,11 @@ def _as_model_input(tensor):
 def _identity(tensor):
     """Equal for a tensor and its detached copies, different after an in-place change."""
     version = 0 if tensor.is_inference() else tensor._version
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
+    return (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        version,
+    )

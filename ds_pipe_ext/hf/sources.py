@@ -15,8 +15,8 @@ from transformers import (
     PreTrainedModel,
     initialization,
 )
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
@@ -42,8 +42,8 @@ def open_source(model_or_directory, *, dtype=None, gguf_file=None, seed=None):
         _refuse_arguments("a directory", seed=seed)
         return _open_directory(Path(model_or_directory), dtype, gguf_file)
     raise ValueError(
-        f"model_or_directory must be a transformers PreTrainedModel, a PretrainedConfig or a directory, not {type(model_or_directory).__name__}. "
-        "For a wrapped model (PEFT, compiled) pass the model inside."
+        "model_or_directory must be a transformers PreTrainedModel, a PretrainedConfig or a directory, not "
+        f"{type(model_or_directory).__name__}. For a wrapped model (PEFT, compiled) pass the model inside."
     )
 
 
@@ -55,15 +55,23 @@ def _refuse_arguments(kind, **arguments):
 
 def _open_directory(directory, dtype, gguf_file):
     if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory; download the model first and pass the folder with its config.json or .gguf file.")
+        raise ValueError(
+            f"{directory} is not a directory; download the model first and pass the folder with its config.json or "
+            ".gguf file."
+        )
     if gguf_file is None and not (directory / "config.json").exists():
         found = sorted(path.name for path in directory.glob("*.gguf"))
         if len(found) != 1:
-            raise ValueError(f"{directory} has no config.json and {len(found)} .gguf files ({found}); name one with gguf_file=.")
+            raise ValueError(
+                f"{directory} has no config.json and {len(found)} .gguf files ({found}); name one with gguf_file=."
+            )
         gguf_file = found[0]
     if gguf_file is not None:
         if not (directory / gguf_file).is_file():
-            raise ValueError(f"{directory} has no file {gguf_file!r}; it has {sorted(path.name for path in directory.glob('*.gguf'))}.")
+            raise ValueError(
+                f"{directory} has no file {gguf_file!r}; it has "
+                f"{sorted(path.name for path in directory.glob('*.gguf'))}."
+            )
         config = AutoConfig.from_pretrained(directory, gguf_file=gguf_file)
         tensors = GGUFTensors(directory / gguf_file)
         config.__dict__.pop("quantization_config", None)  # the weights are dequantised as they are read
@@ -71,7 +79,10 @@ def _open_directory(directory, dtype, gguf_file):
         config = AutoConfig.from_pretrained(directory)
         tensors = SafetensorsTensors(directory)
         if getattr(config, "quantization_config", None) is not None:
-            raise ValueError(f"{directory} holds quantised weights (config.quantization_config); only GGUF files and unquantised safetensors can be trained.")
+            raise ValueError(
+                f"{directory} holds quantised weights (config.quantization_config); only GGUF files and unquantised "
+                "safetensors can be trained."
+            )
         dtype = dtype or config.dtype or tensors.dtype
     return CheckpointSource(config, dtype or torch.get_default_dtype(), tensors, directory)
 
@@ -92,7 +103,10 @@ class ModelSource:
 
     def build_unit(self, name):
         if self.template is None:
-            raise ValueError(f"The model of layer {name} was released after its pipeline module was built; call pipeline_module again with the model.")
+            raise ValueError(
+                f"The model of layer {name} was released after its pipeline module was built; call pipeline_module "
+                "again with the model."
+            )
         unit = self.template.get_submodule(name)
         return unit if self.dtype is None else unit.to(self.dtype)
 
@@ -151,7 +165,7 @@ class RandomSource(_EmptyModelSource):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
             _materialise(unit, parameters=True)
-            _initialise(self.template, unit)
+            _initialise(self.template, name, unit)
 
 
 class CheckpointSource(_EmptyModelSource):
@@ -167,7 +181,9 @@ class CheckpointSource(_EmptyModelSource):
         if (directory / "generation_config.json").exists():
             self.generation_config = GenerationConfig.from_pretrained(directory)
         self.load_config = LoadStateDictConfig(
-            dtype=dtype, dtype_plan=self.template._get_dtype_plan(dtype), weight_mapping=get_model_conversion_mapping(self.template)
+            dtype=dtype,
+            dtype_plan=self.template._get_dtype_plan(dtype),
+            weight_mapping=get_model_conversion_mapping(self.template),
         )
         self.tensors.bind(self.template, self.load_config.weight_mapping)
 
@@ -183,12 +199,17 @@ class CheckpointSource(_EmptyModelSource):
         self.template._adjust_missing_and_unexpected_keys(info)
         tied = self.template.get_expanded_tied_weights_keys(all_submodels=True)
         missing = sorted(set(info.missing_keys) - set(tied))
-        problems = {"missing": missing, "unexpected": sorted(info.unexpected_keys), "wrong shape (name, file, model)": sorted(info.mismatched_keys)}
+        problems = {
+            "missing": missing,
+            "unexpected": sorted(info.unexpected_keys),
+            "wrong shape (name, file, model)": sorted(info.mismatched_keys),
+        }
         problems = {kind: names for kind, names in problems.items() if names}
         if problems or info.conversion_errors:
             raise ValueError(
-                f"The weights in {self.directory} do not fit {type(self.template).__name__}: {problems or info.conversion_errors}. Check that config and "
-                "weight files belong together and that no shard is missing."
+                f"The weights in {self.directory} do not fit {type(self.template).__name__}: "
+                f"{problems or info.conversion_errors}. Check that config and weight files belong together and that "
+                "no shard is missing."
             )
 
     def _fill(self, name, unit):
@@ -196,11 +217,14 @@ class CheckpointSource(_EmptyModelSource):
         self._load(self.tensors.of_unit(name))
         empty = [key for key, tensor in unit.state_dict().items() if tensor.is_meta]
         if empty:
-            raise ValueError(f"The weights in {self.directory} lack {[f'{name}.{key}' for key in empty]}, of which earlier checks saw the names only.")
+            raise ValueError(
+                f"The weights in {self.directory} lack {[f'{name}.{key}' for key in empty]}, of which earlier checks "
+                "saw the names only."
+            )
         for key, parameter in unit.named_parameters():
             parameter.requires_grad_(requires_grad[key])
         if _materialise(unit, parameters=False):
-            _initialise(self.template, unit)
+            _initialise(self.template, name, unit)
 
 
 def without_weights(model):
@@ -223,7 +247,10 @@ def _settings(model, dtype):
 def _empty_model(config, dtype):
     """The causal LM of a configuration on the meta device, buffers outside its units filled in."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"transformers has no causal language model for {type(config).__name__} (model_type {config.model_type!r}); pass the model itself.")
+        raise ValueError(
+            f"transformers has no causal language model for {type(config).__name__} (model_type "
+            f"{config.model_type!r}); pass the model itself."
+        )
     config = copy.deepcopy(config)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config.dtype = dtype
@@ -233,8 +260,9 @@ def _empty_model(config, dtype):
         model = kind(config)
     units = find_units(model).all
     for name, module in model.named_modules():
-        if not any(name == unit or name.startswith(unit + ".") for unit in units) and _materialise(module, parameters=False, recurse=False):
-            _initialise(model, module, recurse=False)
+        inside = any(name == unit or name.startswith(unit + ".") for unit in units)
+        if not inside and _materialise(module, parameters=False, recurse=False):
+            _initialise(model, name, module, recurse=False)
     return model.train()
 
 
@@ -254,15 +282,21 @@ def _materialise(module, *, parameters, recurse=True):
 
 @torch.no_grad()
 @initialization.guard_torch_init_functions()
-def _initialise(model, module, recurse=True):
-    """The model's own initialisation of a module; tensors read from a file are marked and left alone."""
+def _initialise(model, name, module, recurse=True):
+    """The initialisation that a model has for its module `name`; tensors read from a file are left alone."""
+    path = name.split(".") if name else []
+    ancestors = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
+    owner = next(ancestor for ancestor in ancestors if isinstance(ancestor, PreTrainedModel))
     for child in reversed(list(module.modules())) if recurse else [module]:
-        model._init_weights(child)
+        owner._init_weights(child)
 
 
 def _checked_tie(model, tied, head):
     if tied and getattr(head, "bias", None) is not None:
-        raise refusal(model, "its head has a bias but shares its weight with the embedding; untie them (config.tie_word_embeddings)")
+        raise refusal(
+            model,
+            "its head has a bias but shares its weight with the embedding; untie them (config.tie_word_embeddings)",
+        )
     return tied
 
 

@@ -1,4 +1,4 @@
-"""Where a causal LM can be cut: its decoder layers and the modules before and after them, found without per-model code."""
+"""Where a causal LM can be cut: its decoder layers and the modules around them, found without per-model code."""
 
 from dataclasses import dataclass
 
@@ -54,21 +54,22 @@ class UnsupportedModelError(ValueError):
 def refusal(model, reason: str) -> UnsupportedModelError:
     """The error for a model that cannot be turned into pipeline layers."""
     return UnsupportedModelError(
-        f"{type(model).__name__} cannot be turned into pipeline layers: {reason}. Only decoder-only causal language models whose layers "
-        "pass nothing but their hidden states to each other are supported; use another model or write its layer list by hand "
-        "with ds_pipe_ext.PipelineModule."
+        f"{type(model).__name__} cannot be turned into pipeline layers: {reason}. Only decoder-only causal language "
+        "models whose layers pass nothing but their hidden states to each other are supported; use another model or "
+        "write its layer list by hand with ds_pipe_ext.PipelineModule."
     )
 
 
-def check_kind(model) -> None:
+def _check_kind(model) -> None:
     """Raise ValueError for encoder-decoders, models that are not causal, and configurations with cross-layer terms."""
     config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(model, "it is an encoder-decoder (config.is_encoder_decoder)")
     if model.get_output_embeddings() is None:
         raise refusal(model, "it has no language-model head (get_output_embeddings() is None)")
-    if model.loss_type not in (None, "ForCausalLM"):
-        raise refusal(model, f"its loss is {model.loss_type}, not ForCausalLM")
+    loss_type = getattr(model, "loss_type", None)
+    if loss_type not in (None, "ForCausalLM"):
+        raise refusal(model, f"its loss is {loss_type}, not ForCausalLM")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         raise refusal(model, "its attention is not causal")
     if getattr(config, "output_router_logits", False):
@@ -81,9 +82,10 @@ def find_units(model) -> Units:
     """The decoder layers and the other modules with weights.
 
     Raises:
-        ValueError: no single list of `num_hidden_layers` modules, weights outside every unit, or weights shared by
+        ValueError: another kind of model, no single list of `num_hidden_layers` modules, weights outside every unit, or weights shared by
             two units other than embedding and head.
     """
+    _check_kind(model)
     modules = dict(model.named_modules())
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [
@@ -93,7 +95,9 @@ def find_units(model) -> Units:
     ]
     lists = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
     if len(lists) != 1:
-        raise refusal(model, f"expected one list of {depth} decoder layers (config.num_hidden_layers), found {lists or 'none'}")
+        raise refusal(
+            model, f"expected one list of {depth} decoder layers (config.num_hidden_layers), found {lists or 'none'}"
+        )
     (layer_list,) = lists
     for name, module in modules.items():
         if name.startswith(layer_list + ".") and getattr(module, "is_causal", True) is False:
@@ -152,7 +156,8 @@ def trace(shell) -> Structure:
             first_error = first_error or error
         except Exception as error:
             first_error = first_error or refusal(
-                shell.model, f"its forward fails when its layers are replaced by stubs ({type(error).__name__}: {error})"
+                shell.model,
+                f"its forward fails when its layers are replaced by stubs ({type(error).__name__}: {error})",
             )
     raise first_error
 
@@ -204,7 +209,10 @@ def _trace(shell, returns_tuple) -> Structure:
         raise refusal(model, f"its layers are not called once each in order (called: {layer_calls})")
     start, stop = calls.index(units.layers[0]), calls.index(units.layers[-1])
     if calls[start : stop + 1] != list(units.layers):
-        raise refusal(model, f"modules with weights are called between layers: {sorted(set(calls[start:stop]) - set(units.layers))}")
+        raise refusal(
+            model,
+            f"modules with weights are called between layers: {sorted(set(calls[start:stop]) - set(units.layers))}",
+        )
     before, after = calls[:start], calls[stop + 1 :]
     if units.embedding in calls:
         raise refusal(model, f"its forward uses {units.embedding} although inputs_embeds is given")
@@ -235,6 +243,10 @@ def _check_side_arguments(model, name, values):
     for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad:
-                raise refusal(model, f"{name} receives a tensor of shape {list(leaf.shape)} that depends on weights or activations besides its hidden states")
+                raise refusal(
+                    model,
+                    f"{name} receives a tensor of shape {list(leaf.shape)} that depends on weights or activations "
+                    "besides its hidden states",
+                )
         elif leaf is not None and not isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device)):
             raise refusal(model, f"{name} receives an object of unknown meaning ({type(leaf).__name__})")
