@@ -328,21 +328,41 @@ def test_smollm2_from_gguf_equals_transformers():
         assert torch.equal(chain.forward(ids)[0], model(ids).logits)
 
 
-@pytest.mark.parametrize(
-    "kind,reason", [("T5Config", "no causal language model"), ("BertConfig", "is_causal is False")]
-)
-def test_other_kinds_of_models_are_refused(kind, reason):
+SMALL = dict(
+    vocab_size=64, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+PER_LAYER = dict(SMALL, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8)
+REFUSED = {
+    "T5Config": ({}, "no causal language model"),
+    "BertConfig": ({}, "BertLMHeadModel .*is_causal is False"),
+    "GPT2Config": (dict(n_embd=16, n_head=4, n_layer=2, add_cross_attention=True), "crossattention .*is_causal is"),
+    "OPTConfig": (dict(layerdrop=0.1, hidden_size=16, num_attention_heads=4), "OPTForCausalLM .* config.layerdrop"),
+    "LlamaConfig": (dict(SMALL, num_hidden_layers=1, is_causal=False), "LlamaForCausalLM .* not causal"),
+    "MixtralConfig": (dict(SMALL, num_hidden_layers=2, output_router_logits=True), "output_router_logits"),
+    "Zamba2Config": ({}, "Zamba2ForCausalLM .* depends on weights or activations"),
+    "Gemma3nTextConfig": (
+        dict(PER_LAYER, num_hidden_layers=5, num_kv_shared_layers=0, laurel_rank=4, activation_sparsity_pattern=None),
+        "Gemma3nForCausalLM cannot be turned into pipeline layers",
+    ),
+    "Gemma4TextConfig": (dict(PER_LAYER, num_hidden_layers=2), "Gemma4ForCausalLM cannot be turned into pipeline"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_cannot_be_cut_are_refused(kind):
+    settings, reason = REFUSED[kind]
     with pytest.raises(ValueError, match=reason):
-        layers_of(getattr(transformers, kind)())
+        layers_of(getattr(transformers, kind)(**settings))
 
 
-@pytest.mark.parametrize(
-    "changes,reason",
-    [(dict(layerdrop=0.1), "config.layerdrop"), (dict(is_causal=False), "not causal")],
-)
-def test_settings_that_a_pipeline_cannot_honour_are_refused(changes, reason):
-    with pytest.raises(ValueError, match=f"OPTForCausalLM cannot be turned into pipeline layers: .*{reason}"):
-        layers_of(config_of("opt", **changes))
+def test_a_loss_that_is_not_the_loss_function_is_refused():
+    settings = dict(d_model=16, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=24, vocab_size=64)
+    shell = layers_of(transformers.TrOCRConfig(**settings))[0].module_args[0]  # its labels are not shifted
+    with pytest.raises(ValueError, match="another loss"):
+        shell.loss_function()
+    for family in FAMILIES:
+        layers_of(config_of(family))[0].module_args[0].loss_function()
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ def find_units(model) -> Units:
     """The decoder layers and the other modules with weights.
 
     Raises:
-        ValueError: another kind of model, no single list of `num_hidden_layers` modules, weights outside every unit, or weights shared by
-            two units other than embedding and head.
+        ValueError: another kind of model, no single list of `num_hidden_layers` modules, weights outside every unit,
+            or weights shared by two units other than embedding and head.
     """
     _check_kind(model)
     modules = dict(model.named_modules())
