@@ -217,10 +217,8 @@ class CheckpointSource(_EmptyModelSource):
         self._load(self.tensors.of_unit(name))
         empty = [key for key, tensor in unit.state_dict().items() if tensor.is_meta]
         if empty:
-            raise ValueError(
-                f"The weights in {self.directory} lack {[f'{name}.{key}' for key in empty]}, of which earlier checks "
-                "saw the names only."
-            )
+            names = [f"{name}.{key}" for key in empty]
+            raise ValueError(f"The files in {self.directory} gave no values for {names}; check that they are complete.")
         for key, parameter in unit.named_parameters():
             parameter.requires_grad_(requires_grad[key])
         if _materialise(unit, parameters=False):
