@@ -1,0 +1,171 @@
+"""The pipeline layers of a causal LM: embedding, prologue if any, decoder layers, epilogue (final norm), head.
+
+A layer takes and returns `hidden` or a tuple `(hidden, side tensors...)`, see `batch`; the head returns logits.
+"""
+
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from .batch import pack, side_arguments, unpack
+from .shell import Shell
+from .sources import open_source, without_weights
+
+
+class PipelineLayer(nn.Module):
+    """A layer that owns some of the model's own modules.
+
+    Attributes:
+        hf_prefixes: the model's name of each child module, by the child's name here; saving renames by it.
+
+    Args:
+        shell: the process's `Shell`.
+        source: where the weights come from.
+        names: the owned modules by their names in the model.
+    """
+
+    def __init__(self, shell: Shell, source, names: tuple[str, ...]):
+        super().__init__()
+        self.shell, self.source = shell, source
+        self.hf_prefixes = {name.replace(".", "-"): name for name in names}
+        for child, name in self.hf_prefixes.items():
+            self.add_module(child, source.build_unit(name))
+
+    def owned(self) -> dict:
+        """The owned modules by their names in the model."""
+        return {name: self.get_submodule(child) for child, name in self.hf_prefixes.items()}
+
+    def only(self) -> nn.Module:
+        (module,) = self.owned().values()
+        return module
+
+    def hf_named_parameters(self):
+        """(name in the model, parameter) pairs, persistent buffers included."""
+        for child, name in self.hf_prefixes.items():
+            for key, tensor in self.get_submodule(child).state_dict(keep_vars=True).items():
+                yield f"{name}.{key}", tensor
+
+
+class Embedding(PipelineLayer):
+    """Token ids [batch, length] to embeddings [batch, length, width]."""
+
+    def forward(self, inputs):
+        input_ids, side = unpack(inputs)
+        side_arguments(side)  # refuses unprepared batches here, on the first stage
+        return pack(self.only()(input_ids), side)
+
+    def logits(self, inputs):
+        """The head of a model with tied weights: hidden [batch, length, width] to logits."""
+        hidden, side = unpack(inputs)
+        weight = self.only().weight
+        return self.shell.head(hidden, side_arguments(side), lambda x: nn.functional.linear(x, weight), self.training)
+
+
+class Prologue(PipelineLayer):
+    """What the model does between embedding and first decoder layer: positions, scaling, projection, dropout."""
+
+    def forward(self, inputs):
+        hidden, side = unpack(inputs)
+        return pack(self.shell.prologue(hidden, side_arguments(side), self.owned(), self.training), side)
+
+
+class DecoderLayer(PipelineLayer):
+    """One decoder layer, called with the arguments that the model itself would pass.
+
+    Args:
+        index: position among the decoder layers.
+    """
+
+    def __init__(self, shell, source, names, index):
+        super().__init__(shell, source, names)
+        self.index = index
+
+    def forward(self, inputs):
+        hidden, side = unpack(inputs)
+        args, kwargs = self.shell.layer_arguments(self.index, hidden, side_arguments(side), self.training)
+        key = self.shell.structure.hidden_argument
+        if isinstance(key, int):
+            output = self.only()(*args[:key], hidden, *args[key:], **kwargs)
+        else:
+            output = self.only()(*args, **{key: hidden}, **kwargs)
+        return pack(output[0] if isinstance(output, (tuple, list)) else output, side)
+
+
+class Epilogue(PipelineLayer):
+    """What the model does between last decoder layer and head: final norm, projection."""
+
+    def forward(self, inputs):
+        hidden, side = unpack(inputs)
+        return pack(self.shell.epilogue(hidden, side_arguments(side), self.owned(), self.training), side)
+
+
+class Head(PipelineLayer):
+    """Hidden [batch, length, width] to logits [batch, length, vocabulary], with the model's capping or scaling."""
+
+    def forward(self, inputs):
+        hidden, side = unpack(inputs)
+        return self.shell.head(hidden, side_arguments(side), self.only(), self.training)
+
+
+class _Counted:
+    """A spec that knows its layer's trainable parameters without building it."""
+
+    def parameter_count(self) -> int:
+        shell, _, names = self.module_args
+        return sum(shell.parameter_counts[name] for name in names)
+
+
+class Spec(_Counted, LayerSpec):
+    """A LayerSpec of a `PipelineLayer`."""
+
+
+class TiedSpec(_Counted, TiedLayerSpec):
+    """A TiedLayerSpec of a `PipelineLayer`."""
+
+
+def layers_of(model_or_source, *, dtype=None, gguf_file=None, seed=None) -> list:
+    """A causal LM as a list of `LayerSpec` and `TiedLayerSpec`; a rank that builds some reads only their weights.
+
+    Args:
+        model_or_source: a PreTrainedModel, a PretrainedConfig (random weights), a directory, or an open source.
+        dtype, gguf_file, seed: see `pipeline_module`.
+
+    Returns:
+        [Embedding, (Prologue), DecoderLayer * n, Epilogue, Head]. With tied weights, embedding and head are
+        `TiedLayerSpec`s of key "embedding" over one `Embedding` and `forward_fn` is `Embedding.logits` at the end.
+
+    Raises:
+        ValueError: the model cannot be cut into layers, or its weights are incomplete.
+    """
+    source = model_or_source
+    if not hasattr(source, "build_unit"):
+        source = open_source(source, dtype=dtype, gguf_file=gguf_file, seed=seed)
+    shell = Shell(without_weights(source.template))
+    structure, units = shell.structure, shell.units
+    source.check(units)
+
+    def spec(kind, *names, **extra):
+        return Spec(kind, shell, source, names, **extra)
+
+    tied = source.tied_head(units)
+    saved = [name for name in units.all if not (tied and name == units.head)]
+    shell.tensor_names = tuple(
+        f"{name}.{key}" for name in saved for key in shell.model.get_submodule(name).state_dict()
+    )
+    ends = [spec(Embedding, units.embedding), spec(Head, units.head)]
+    if tied:
+        attribute = units.embedding.replace(".", "-") + ".weight"
+        ends = [
+            TiedSpec(
+                "embedding",
+                Embedding,
+                shell,
+                source,
+                (units.embedding,),
+                tied_weight_attr=attribute,
+                forward_fn=function,
+            )
+            for function in (None, Embedding.logits)
+        ]
+    prologue = [spec(Prologue, *structure.prologue)] if structure.has_prologue else []
+    layers = [spec(DecoderLayer, name, index=index) for index, name in enumerate(units.layers)]
+    return [ends[0], *prologue, *layers, spec(Epilogue, *structure.epilogue), ends[1]]

@@ -1,0 +1,65 @@
+"""From a Hugging Face causal LM to a `ds_pipe_ext.PipelineModule` in one call."""
+
+from functools import cache
+
+from .batch import CausalLMLoss, prepare_batch
+from .layers import DecoderLayer, layers_of
+from .sources import open_source
+
+
+def pipeline_module(
+    model_or_directory,
+    config=None,
+    *,
+    num_stages=None,
+    topology=None,
+    dtype=None,
+    gguf_file=None,
+    seed=None,
+    loss_fn=None,
+    **pipeline_module_kwargs,
+):
+    """Cut a causal LM into pipeline stages; each rank reads and holds the weights of its own layers only.
+
+    Args:
+        model_or_directory: a transformers PreTrainedModel, whose modules the layers take over; a PretrainedConfig, for
+            random initial weights that do not depend on the split; or a directory with config.json and safetensors
+            (one file or shards), or with a GGUF file.
+        config: the DeepSpeed configuration, a dict or a path; its "pipeline" section sets stages and partition.
+        num_stages, topology: as for deepspeed.pipe.PipelineModule; they take precedence over `config`.
+        dtype: of the weights; by default the model's, or the configuration's.
+        gguf_file: name of the GGUF file in the directory; needed if there are several or also a config.json.
+        seed: of random initial weights; 1234 by default.
+        loss_fn: `loss_fn(logits, labels)`; by default the model's own loss.
+        **pipeline_module_kwargs: further arguments of deepspeed.pipe.PipelineModule.
+
+    Returns:
+        A PipelineModule whose `prepare_batch` turns the batches of a Hugging Face data loader into its inputs.
+
+    Raises:
+        ValueError: the model cannot be cut, or weights are missing; the message says which and what to do.
+    """
+    source = open_source(model_or_directory, dtype=dtype, gguf_file=gguf_file, seed=seed)
+    layers = layers_of(source)
+    if loss_fn is None:
+        shell = layers[0].module_args[0]
+        loss_fn = CausalLMLoss(shell.loss_function(), shell.vocab_size)
+    # Reentrant checkpointing around the embedding would lose its gradient: its inputs are integers.
+    pipeline_module_kwargs.setdefault("checkpointable_layers", [DecoderLayer.__name__])
+    module = _module_class()(
+        layers, num_stages=num_stages, topology=topology, loss_fn=loss_fn, config=config, **pipeline_module_kwargs
+    )
+    source.release()
+    return module
+
+
+@cache
+def _module_class():
+    from ds_pipe_ext.runtime.module import PipelineModule
+
+    class CausalLMPipelineModule(PipelineModule):
+        """A PipelineModule over `layers_of` a causal LM."""
+
+        prepare_batch = staticmethod(prepare_batch)
+
+    return CausalLMPipelineModule
