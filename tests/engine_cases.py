@@ -12,12 +12,16 @@ import ds_pipe_ext
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 
 
-def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None, stages=None, boundaries=None, **config):
-    """An engine over a test model; ``schedule`` None means upstream's own."""
-    pipeline = {"schedule": schedule} if schedule else {}
+def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None, stages=None, boundaries=None, module=None,
+           pipeline=None, **config):
+    """An engine over a test model; ``schedule`` None means upstream's own.
+
+    ``kind`` is what :func:`models.layers` takes, or its result; ``module`` are further arguments of the module.
+    """
+    pipeline = {**({"schedule": schedule} if schedule else {}), **(pipeline or {})}
     if boundaries:
         pipeline["partition"] = boundaries
-    specs, loss_fn = layers(kind, count, dtype)
+    specs, loss_fn = layers(kind, count, dtype) if isinstance(kind, str) else kind
     whole = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": m,
@@ -28,8 +32,11 @@ def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None,
         "pipeline": pipeline,
         **config,
     }
-    module = ds_pipe_ext.PipelineModule(specs, num_stages=stages or world, loss_fn=loss_fn, config=whole,
-                                        partition_method=None if boundaries else "uniform")
+    module = {} if module is None else module
+    if "topology" not in module:
+        module = {"num_stages": stages or world, **module}
+    module = ds_pipe_ext.PipelineModule(specs, loss_fn=loss_fn, config=whole,
+                                        partition_method=None if boundaries else "uniform", **module)
     made, *_ = ds_pipe_ext.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad],
                                       config=whole)
     return made

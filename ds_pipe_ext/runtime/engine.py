@@ -384,8 +384,9 @@ class PlanEngine(PipelineEngine):
         dist.all_reduce(total, group=self.grid.get_model_parallel_group())
         self._global_grad_norm = total.sqrt().item()
         factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
-        if factor < 1.0:
-            torch._foreach_mul_([p.grad for p in self.module.parameters() if p.grad is not None], factor)
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if factor < 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
 
     def _squared_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, each parameter of the model counted on one rank only."""
