@@ -2,8 +2,8 @@
 
 A layer sleeps F in its forward, I where its input gradient is computed, W where its weight gradient is:
 
-* F and I belong to an identity function in front of a small Linear: its forward sleeps F, its backward sleeps I. It is on
-  the path of the input gradient and on no path to a weight.
+* F is slept in the forward of a small Linear's owner, I by a hook on its input, which fires once, when the input
+  gradient is there.
 * W is slept by a hook on the Linear's weight. It fires once for every gradient that reaches the weight: in an ordinary
   backward, in the weight pass of torch's graph split, and when a deferred weight gradient is accumulated.
 
@@ -45,21 +45,6 @@ def drain() -> list[tuple[str, int, float]]:
     return taken
 
 
-class _Nap(torch.autograd.Function):
-    """Identity; sleeps F forward and I backward."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        nap("F", layer.stage, layer.times[0])
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        nap("I", ctx.layer.stage, ctx.layer.times[1])
-        return grad, None
-
-
 class SleepingLayer(nn.Module):
     """One layer of `hidden` features that sleeps `times` = (F, I, W) seconds; `stage` names it in the record."""
 
@@ -71,6 +56,9 @@ class SleepingLayer(nn.Module):
         self.linear.weight.register_hook(lambda grad: None if grad is None else nap("W", stage, times[2]))
 
     def forward(self, x):
-        if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()
-        return self.linear(_Nap.apply(x, self))
+        if torch.is_grad_enabled():
+            if not x.requires_grad:
+                x = x.detach().requires_grad_()
+            x.register_hook(lambda grad: nap("I", self.stage, self.times[1]))
+        nap("F", self.stage, self.times[0])
+        return self.linear(x)
