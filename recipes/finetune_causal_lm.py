@@ -25,6 +25,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 import ds_pipe_ext
 import report
@@ -155,6 +156,7 @@ def main() -> None:
         args = arguments()
         if not args.verbose:
             logger.setLevel(logging.WARNING)
+            transformers_logging.disable_progress_bar()
         engine, tokenizer, rows, held = prepare(args)
     except ValueError as error:
         sys.exit(f"error: {error}")
