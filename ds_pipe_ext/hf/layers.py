@@ -46,7 +46,19 @@ class PipelineLayer(nn.Module):
 
 
 class Embedding(PipelineLayer):
-    """Token ids [batch, length] to embeddings [batch, length, width]."""
+    """Token ids [batch, length] to embeddings [batch, length, width].
+
+    Args:
+        tied: the head uses this layer's weight.
+    """
+
+    def __init__(self, shell, source, names, tied=False):
+        super().__init__(shell, source, names)
+        if tied:
+            # A Linear over the same Parameter, so that the head's weight gradient can be deferred like any other.
+            weight = self.only().weight
+            self.tied_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            self.tied_head.weight = weight
 
     def forward(self, inputs):
         input_ids, side = unpack(inputs)
@@ -56,8 +68,7 @@ class Embedding(PipelineLayer):
     def logits(self, inputs):
         """The head of a model with tied weights: hidden [batch, length, width] to logits."""
         hidden, side = unpack(inputs)
-        weight = self.only().weight
-        return self.shell.head(hidden, side_arguments(side), lambda x: nn.functional.linear(x, weight), self.training)
+        return self.shell.head(hidden, side_arguments(side), self.tied_head, self.training)
 
 
 class Prologue(PipelineLayer):
@@ -161,6 +172,7 @@ def layers_of(model_or_source, *, dtype=None, gguf_file=None, seed=None) -> list
                 shell,
                 source,
                 (units.embedding,),
+                tied=True,
                 tied_weight_attr=attribute,
                 forward_fn=function,
             )
