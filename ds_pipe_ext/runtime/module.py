@@ -13,6 +13,7 @@ from deepspeed.utils import logger
 
 from ..config import PipeConfig, read_config
 from ..partition import Layer, resolve, split
+from .guards import check_build_locks
 
 
 class PipelineModule(UpstreamModule):
@@ -54,6 +55,7 @@ class PipelineModule(UpstreamModule):
                                  f"{chosen}; give one of them")
             choice = (chosen.name, chosen.options)
         if not dist.is_initialized():
+            check_build_locks()
             # Upstream's constructor needs the ranks; deepspeed.initialize would do the same a moment later.
             dist.init_distributed(dist_backend=get_accelerator().communication_backend_name())
         self._split_choice = {"name": choice[0], **choice[1]}
