@@ -11,6 +11,8 @@ The predicted gain comes from the simulator. F, I, W and the full backward of ea
 same run, on all ranks at once; stock is predicted with its full backward, ours with the split one. The achieved share is
 (1 - measured ratio) / (1 - predicted ratio), given where a gain is predicted.
 
+Gradient clipping is off (DeepSpeed's default is 1.0): upstream clips by the first stage's norm alone, ours by the true one.
+
 Exit status: 0 if all losses are finite and equal to stock's up to rounding, else 1.
 """
 
@@ -99,7 +101,7 @@ def make_engine(options: dict, partition, microbatches: int, schedule: str | Non
 
     module = make_module(options, partition)
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": microbatches,
-              "train_batch_size": microbatches, "steps_per_print": 10**9,
+              "train_batch_size": microbatches, "steps_per_print": 10**9, "gradient_clipping": 0.0,
               "optimizer": {"type": "Adam", "params": {"lr": 1e-5, "torch_adam": True}}}
     initialize = deepspeed.initialize
     if schedule is not None:
@@ -198,7 +200,8 @@ def rows_of(options: dict, ranks: list[dict]) -> list[dict]:
             "predicted_ratio": predicted, "achieved_share": (1 - ratio[SAME]) / gain if gain > 0.005 else None,
             "losses_equal": losses[OURS] == losses[SAME],
             "loss_difference": max((abs(a - b) / abs(b) for a, b in zip(losses[OURS], losses[SAME])), default=0.0),
-            "losses": losses[OURS], "finite": all(map(math.isfinite, itertools.chain(*losses.values()))),
+            "losses": losses[OURS], "stock_losses": losses[SAME],
+            "finite": all(map(math.isfinite, itertools.chain(*losses.values()))),
         })
     return rows
 

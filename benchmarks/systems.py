@@ -58,7 +58,7 @@ class DeepSpeedSystem:
                                                   loss_fn=nn.MSELoss(), partition_method="uniform")
         m, rows = setting.microbatches, setting.rows
         config = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": m,
-                  "train_batch_size": rows * m, "steps_per_print": 10**9,
+                  "train_batch_size": rows * m, "steps_per_print": 10**9, "gradient_clipping": 0.0,
                   "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}}}
         if pipeline:
             config["pipeline"] = pipeline

@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as UpstreamEngine
 from ..config import PipeConfig, count_microbatches, load, read_config
 from ..doctor import requirements
 from .engine import PlanEngine
+from .guards import drop_missing_tracker
 from .module import PipelineModule
 
 
@@ -32,6 +33,8 @@ class _EngineSwitch(type(UpstreamEngine)):
         if not pipe_config.active:
             return UpstreamEngine(*args, config=config, model=model, **kwargs)
         check_module(pipe_config, model)
+        if "config_class" in kwargs:
+            drop_missing_tracker(kwargs["config_class"].monitor_config)
         return PlanEngine(pipe_config, *args, config=config, model=model, **kwargs)
 
     def __instancecheck__(cls, instance):

@@ -13,6 +13,7 @@ from deepspeed.utils import logger
 
 from ..config import PipeConfig, read_config
 from ..partition import Layer, resolve, split
+from .guards import check_build_locks
 
 
 class PipelineModule(UpstreamModule):
@@ -54,6 +55,7 @@ class PipelineModule(UpstreamModule):
                                  f"{chosen}; give one of them")
             choice = (chosen.name, chosen.options)
         if not dist.is_initialized():
+            check_build_locks()
             # Upstream's constructor needs the ranks; deepspeed.initialize would do the same a moment later.
             dist.init_distributed(dist_backend=get_accelerator().communication_backend_name())
         self._split_choice = {"name": choice[0], **choice[1]}
@@ -76,6 +78,13 @@ class PipelineModule(UpstreamModule):
                             f"{sum(layer.parameters for layer in own) / 1e6:.3f} M parameters")
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def forward(self, forward_input):
+        if self.activation_checkpoint_interval or self.seed_layers:
+            return super().forward(forward_input)
+        for layer in self.forward_funcs:
+            forward_input = layer(forward_input)
+        return forward_input
 
     @torch.no_grad()
     def _synchronize_tied_weights(self):
