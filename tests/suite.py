@@ -46,7 +46,7 @@ def _run_all(rank: int, world: int, only: str) -> dict:
 
 @functools.cache
 def _results(world: int) -> list[dict]:
-    return ranks.run(_run_all, world, _ONLY, limit=400.0)
+    return ranks.run(_run_all, world, _ONLY, limit=float(os.environ.get("ENGINE_LIMIT", 300)))
 
 
 def result(world: int, name: str) -> list:

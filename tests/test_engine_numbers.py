@@ -39,7 +39,6 @@ def test_frozen_and_empty_stages():
     for rank, cases in enumerate(found):
         for (name, schedule, zero, clip), error, kept, sent in cases:
             case = (rank, name, schedule, zero, clip)
-            assert not isinstance(error, str), (case, error)
             # fp64; the update is the gradient.
             assert error < 1e-12, case
             assert kept, case

@@ -111,8 +111,17 @@ class PlanEngine(PipelineEngine):
 
     def _configure_basic_optimizer(self, model_parameters):
         parameters = list(model_parameters or [])
-        # torch refuses an empty list, but takes an empty group: a stage may have nothing to train.
-        return super()._configure_basic_optimizer(parameters or [{"params": []}])
+        if not parameters:
+            # A stage may have nothing to train. torch refuses an empty list, but takes an empty group.
+            parameters = [{"params": []}]
+            if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
+                # DeepSpeed's own optimizers look at the first parameter and take part in collectives: one that never
+                # gets a gradient.
+                dtype, _ = self.get_data_types()
+                idle = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=self.device))
+                self.param_names[idle] = "ds_pipe_ext.nothing_to_train"
+                parameters = [idle]
+        return super()._configure_basic_optimizer(parameters)
 
     # ------------------------------------------------------------------------------------------------ schedules
 
