@@ -39,8 +39,8 @@ def test_frozen_and_empty_stages():
     for rank, cases in enumerate(found):
         for (name, schedule, zero, clip), error, kept, sent in cases:
             case = (rank, name, schedule, zero, clip)
-            # fp64; the update is the gradient.
-            assert error < 1e-12, case
+            # The update is the gradient, in fp64; ZeRO keeps its own weights in fp32.
+            assert error < (1e-6 if zero else 1e-12), case
             assert kept, case
             # The first stage sends 4 activations; gradients return only to a stage that trains something.
             expected = ["act"] * 4 if rank == 0 else [] if name.startswith("first") else ["grad"] * 4

@@ -19,7 +19,7 @@ from ..nn.split_backward import SplitBackward
 from ..plan.facts import splits_backward
 from ..plan.lower import forward_only, lower
 from . import instructions as ins
-from .accumulate import accumulator_of
+from .accumulate import accumulator_of, gradient_of
 from .faults import FaultMonitor
 from .metrics import Meter, track_plan
 from .p2p import Links
@@ -347,13 +347,11 @@ class PlanEngine(PipelineEngine):
         state.input_grads = []
 
     def _reduce_tied(self, instr):
+        gradient = gradient_of(self.optimizer)
         for weight, group in self.module.get_tied_weights_and_groups():
-            if self.using_bf16_optimizer or not weight.requires_grad:
-                continue
-            if weight.grad is None:
-                # The other owners reduce whether or not this stage used the weight.
-                weight.grad = torch.zeros_like(weight)
-        self._exec_reduce_tied_grads()
+            # The other owners reduce whether or not this stage used the weight.
+            if weight.requires_grad:
+                dist.all_reduce(gradient(weight), group=group)
 
     def _reduce(self, instr):
         plain = self.dp_world_size == 1 and not self.zero_optimization() and not self.using_bf16_optimizer
