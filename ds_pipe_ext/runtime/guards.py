@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
@@ -31,3 +33,13 @@ def check_build_locks() -> None:
         if get_accelerator().device_name() == "cpu" and "deepspeed_shm_comm" in finding.found:
             raise RuntimeError(message)
         logger.warning(message)
+
+
+def release_shared_memory() -> None:
+    """Unlinks this rank's segment of DeepSpeed's shared-memory all-reduce, which upstream leaves behind: 69 MB a rank and run.
+
+    To be called when every rank has opened all segments; what is mapped stays usable.
+    """
+    address = f"{os.environ.get('MASTER_ADDR')}_{os.environ.get('MASTER_PORT')}"
+    segment = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{os.environ.get('RANK')}")
+    segment.unlink(missing_ok=True)
