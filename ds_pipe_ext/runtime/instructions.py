@@ -90,10 +90,10 @@ class PlanSchedule(upstream.PipeSchedule):
         self.program = program
         self.name = name
         self.backward = backward
-        self._steps = [[BY_KIND[instr.kind](instr)] for instr in program.instrs]
+        self.instructions = [BY_KIND[instr.kind](instr) for instr in program.instrs]
 
     def steps(self):
-        yield from self._steps
+        yield from ([instruction] for instruction in self.instructions)
 
     def num_pipe_buffers(self):
         return self.program.slots
