@@ -21,7 +21,6 @@ from ..plan.lower import forward_only, lower
 from . import instructions as ins
 from .accumulate import accumulator_of
 from .faults import FaultMonitor
-from .guards import release_shared_memory
 from .metrics import Meter, track_plan
 from .p2p import Links
 from .wire import Spec, describe
@@ -90,8 +89,6 @@ class PlanEngine(PipelineEngine):
         self._meter = Meter(self)
         self._faults = FaultMonitor(self.global_rank, self.stage_id, self._links)
         track_plan(self)
-        # Every rank has taken part in a collective above, so all of them have opened the segments.
-        release_shared_memory()
 
     def _needs_no_hooks(self) -> bool:
         """True if DeepSpeed's hooks around forward and backward (timers, profilers, ZeRO, loss scaling) would do nothing."""
