@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as UpstreamEngine
 from ..config import PipeConfig, count_microbatches, load, read_config
 from ..doctor import requirements
 from .engine import PlanEngine
-from .guards import drop_missing_tracker
+from .guards import drop_missing_tracker, unlink_shared_buffers
 from .module import PipelineModule
 
 
@@ -35,6 +35,7 @@ class _EngineSwitch(type(UpstreamEngine)):
         check_module(pipe_config, model)
         if "config_class" in kwargs:
             drop_missing_tracker(kwargs["config_class"].monitor_config)
+        unlink_shared_buffers()
         return PlanEngine(pipe_config, *args, config=config, model=model, **kwargs)
 
     def __instancecheck__(cls, instance):
