@@ -23,6 +23,7 @@ from .accumulate import accumulator_of, gradient_of
 from .faults import FaultMonitor
 from .metrics import Meter, track_plan
 from .p2p import Links
+from .partitioned import slices
 from .wire import Spec, describe
 
 
@@ -107,7 +108,8 @@ class PlanEngine(PipelineEngine):
             if self.global_rank in ranks:
                 to_next, to_prev, self.host_group = first, second, host
         peers = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
-        return Links(torch.device(self.device), peers, self.stage_id, to_next, to_prev, self.host_group)
+        return Links(torch.device(self.device), peers, self.stage_id, to_next, to_prev, self.host_group,
+                     slices(self, self.pipe_config.pipe_partitioned), slices(self, self.pipe_config.grad_partitioned))
 
     def _configure_basic_optimizer(self, model_parameters):
         parameters = list(model_parameters or [])
@@ -252,7 +254,8 @@ class PlanEngine(PipelineEngine):
     def _inputs_for_layers(inputs):
         def own(x):
             if not x.requires_grad:
-                return x
+                # What came in one message shares a version counter, which a layer that works in place would move.
+                return x.data
             return x.clone() if x.nbytes < _CLONE_BELOW else _OwnMemory.apply(x)
 
         return own(inputs) if torch.is_tensor(inputs) else tuple(own(x) for x in inputs)

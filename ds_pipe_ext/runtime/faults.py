@@ -22,6 +22,8 @@ _POLL_S = 1.0
 _GRACE_S = 8.0
 #: how long a secondary failure waits, so that the first one's message is the last that a launcher shows
 _YIELD_S = 3.0
+#: how long rank 0 stays after it has told of a failure, for it hosts the job's store that the others read
+_LINGER_S = 2.5
 _engines = itertools.count()
 
 
@@ -39,6 +41,7 @@ class FaultMonitor:
         self._key = f"ds_pipe_ext/fault/{next(_engines)}"
         self._stopped = threading.Event()
         self._failed = False
+        self._seen: dict | None = None
         self._store = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._store = _get_default_store()
@@ -81,16 +84,20 @@ class FaultMonitor:
         record = json.dumps({"rank": self._rank, "where": where, "error": text})
         try:
             self._store.compare_set(self._key, "", record)
+            if self._rank == 0:
+                time.sleep(_LINGER_S)
         except RuntimeError as gone:
             error.add_note(f"the other ranks could not be told (the job's store is gone: {gone})")
 
     def _read(self, store) -> dict | None:
+        if self._seen is not None:
+            return self._seen
         try:
             if store.check([self._key]):
-                return json.loads(store.get(self._key).decode())
+                self._seen = json.loads(store.get(self._key).decode())
+            return self._seen
         except RuntimeError:
             return {"rank": -1, "where": "the rank that hosts the job's store", "error": "it has gone"}
-        return None
 
     def _watch(self, store) -> None:
         while not self._stopped.wait(_POLL_S):
