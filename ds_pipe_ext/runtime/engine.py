@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import numpy
 import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
@@ -459,7 +462,7 @@ class PlanEngine(PipelineEngine):
         try:
             self.module.eval()
             self.set_dataiterator(data_iter)
-            with torch.no_grad():
+            with torch.no_grad(), _kept_random_state(self.module.seed_layers):
                 self._exec_schedule(schedule)
             outputs, logits = self.fwd_outputs, self._logits
         finally:
@@ -489,6 +492,25 @@ class PlanEngine(PipelineEngine):
         if self._split:
             self._split.detach()
         super().destroy()
+
+
+@contextlib.contextmanager
+def _kept_random_state(wanted: bool):
+    """Layers that are seeded one by one (``seed_layers``) leave every random generator as it was."""
+    if not wanted:
+        yield
+        return
+    accelerator = get_accelerator()
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if device is not None:
+            accelerator.set_rng_state(device)
 
 
 def _added(total, loss):
