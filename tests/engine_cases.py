@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import ranks
 import torch
 from models import Reference, batch, layers, stage_state
 
@@ -56,6 +57,8 @@ def parity_with_stock(rank, world, m):
             losses = [made.train_batch(data).item() for _ in range(6)]
             result[kind, schedule] = (type(made).__name__, losses, stage_state(made.module))
             made.destroy()
+            del made
+            ranks.drop_groups()
     return result
 
 
@@ -73,4 +76,6 @@ def parity_with_one_process(rank, world, schedule):
             expected = reference.step(batches)
             result.append(((kind, count, m), abs(loss - expected), worst(stage_state(made.module), reference.state())))
         made.destroy()
+        del made
+        ranks.drop_groups()
     return result
