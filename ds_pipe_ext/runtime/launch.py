@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as UpstreamEngine
 
 from ..config import PipeConfig, count_microbatches, load, read_config
 from ..doctor import requirements
+from . import agree
 from .engine import PlanEngine
 from .module import PipelineModule
 
@@ -28,10 +29,14 @@ class _EngineSwitch(type(UpstreamEngine)):
     """Makes calling the class choose: our engine if the JSON names a schedule, else upstream's own."""
 
     def __call__(cls, *args, config=None, model=None, **kwargs):
-        pipe_config = read_config(config)
-        if not pipe_config.active:
-            return UpstreamEngine(*args, config=config, model=model, **kwargs)
-        check_module(pipe_config, model)
+        with agree.starting() as start:
+            pipe_config = read_config(config)
+            if not pipe_config.active:
+                # The other ranks may have a schedule: they refuse then, and upstream's engine is not held up here.
+                start.announce(agree.wanted_by(pipe_config, config, model))
+                return UpstreamEngine(*args, config=config, model=model, **kwargs)
+            check_module(pipe_config, model)
+            start.agree(agree.wanted_by(pipe_config, config, model))
         return PlanEngine(pipe_config, *args, config=config, model=model, **kwargs)
 
     def __instancecheck__(cls, instance):
@@ -84,11 +89,12 @@ def initialize(args=None, model=None, *positional, config=None, config_params=No
     _check_deepspeed()
     source = _config_of(args, config, config_params)
     if source is not None:
-        pipe_config = read_config(source)
-        if pipe_config.active:
-            check_module(pipe_config, model)
-            replicas = model.topology().get_dim("data") or 1
-            pipe_config.plan(model.num_stages, count_microbatches(load(source), replicas))
+        with agree.starting():
+            pipe_config = read_config(source)
+            if pipe_config.active:
+                check_module(pipe_config, model)
+                replicas = model.topology().get_dim("data") or 1
+                pipe_config.plan(model.num_stages, count_microbatches(load(source), replicas))
     with _switched():
         return deepspeed.initialize(args, model, *positional, config=config, config_params=config_params, **kwargs)
 

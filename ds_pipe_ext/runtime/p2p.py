@@ -10,6 +10,7 @@ posts each payload once its header has arrived. Gradients have the shapes of the
 from __future__ import annotations
 
 import pickle
+import re
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -23,7 +24,25 @@ _ACT, _GRAD, _BLOB = 0, 1, 2
 
 
 class TransferError(RuntimeError):
-    """A transfer failed: the peer died, raised, or runs another plan."""
+    """A transfer failed: the peer died, raised, or runs another plan.
+
+    Attributes:
+        lost: the peer is gone or silent, so the cause is there.
+    """
+
+    def __init__(self, message: str, lost: bool = False):
+        super().__init__(message)
+        self.lost = lost
+
+
+def plain(error: BaseException) -> str:
+    """A transport's error without its source lines, addresses and advice."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if re.search(r"[Cc]onnection (closed|reset) by peer|Broken pipe|[Cc]onnection was likely closed", text):
+        return "its process has gone (it failed, was killed, or ended early)"
+    if "Timed out" in text or "timed out" in text:
+        return "it did not answer within the timeout of the process group"
+    return re.sub(r"^\[[^\]]*\]\s*", "", text)
 
 
 @dataclass
@@ -73,6 +92,8 @@ class Links:
     def __init__(self, device, peers, rank, to_next, to_prev, host, hoisted: bool):
         self._device = device
         self._peers = list(peers)
+        #: how messages call a pipeline rank
+        self._names = [f"rank {peer}" if peer == p else f"rank {peer} (pipeline rank {p})" for p, peer in enumerate(peers)]
         self._rank = rank
         self._groups = (to_next, to_prev)
         self._host = host
@@ -80,14 +101,15 @@ class Links:
         self._pool = BufferPool(device)
         self._states: dict[tuple, _LinkState] = {}
         self._mode = "train"
+        self._digest = 0
         self._sent: deque = deque()
         self._grads: dict[tuple[int, int], _Incoming] = {}
         #: what this rank is waiting for, as text; read by the fault monitor.
         self.waiting_for = ""
 
-    def begin(self, mode: str) -> None:
-        """Starts a step; ``mode`` (train or eval) selects the set of agreed shapes."""
-        self._mode = mode
+    def begin(self, mode: str, digest: int = 0) -> None:
+        """Starts a step; ``mode`` (train or eval) selects the set of agreed shapes; headers compare ``digest`` (the plan)."""
+        self._mode, self._digest = mode, digest
         for (kind, _), state in self._states.items():
             if kind == mode or kind == f"{mode}-in":
                 state.ahead = state.uniform and self._hoisted
@@ -108,12 +130,12 @@ class Links:
         spec = describe(value, f"stage {stage} (micro-batch {mb})")
         values = [value] if spec.single else list(value)
         state = self._state("out", stage)
-        what = f"the send of {stage}F{mb}'s output to rank {peer}"
+        what = f"the send of {stage}F{mb}'s output to {self._names[peer]}"
         changed = spec != state.spec
         blob = None
         if changed:
             blob = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)
-        header = torch.tensor([_CHANGED if changed else _SAME, mb, 0 if blob is None else blob.numel(), stage],
+        header = torch.tensor([_CHANGED if changed else _SAME, mb, 0 if blob is None else blob.numel(), stage, self._digest],
                               dtype=torch.int64)
         self._post_host(header, peer, stage, _ACT, what)
         if changed:
@@ -131,7 +153,7 @@ class Links:
     def post_act(self, stage: int, mb: int, peer: int) -> None:
         """Posts the receive of stage ``stage``'s input."""
         state = self._state("in", stage)
-        incoming = _Incoming(mb, peer, torch.zeros(4, dtype=torch.int64))
+        incoming = _Incoming(mb, peer, torch.zeros(5, dtype=torch.int64))
         incoming.header_work = dist.irecv(incoming.header, self._peers[peer], group=self._host,
                                           tag=self._tag(stage - 1, _ACT))
         if state.ahead:
@@ -147,7 +169,7 @@ class Links:
         self._read_headers(state, stage, mb)
         incoming = state.arrived.pop(mb)
         for work in incoming.works:
-            self._wait(work, f"the output of {stage - 1}F{mb} from rank {incoming.peer}")
+            self._wait(work, f"the output of {stage - 1}F{mb} from {self._names[incoming.peer]}")
         values = from_messages(incoming.messages, incoming.spec.tensors, self._device)
         if self._mode == "train":
             for value, spec in zip(values, incoming.spec.tensors):
@@ -164,7 +186,7 @@ class Links:
             values.append(grad.to(tensor.dtype))
         for message in to_messages(values, wanted):
             self._post(message, peer, stage, _GRAD, f"the send of stage {stage}'s input gradient of micro-batch {mb} "
-                       f"to rank {peer}")
+                       f"to {self._names[peer]}")
 
     def post_grad(self, stage: int, mb: int, peer: int, spec: Spec) -> None:
         """Posts the receive of the gradients of stage ``stage``'s output, whose description is ``spec``."""
@@ -177,7 +199,7 @@ class Links:
         """Waits for the gradients of stage ``stage``'s output: one per tensor whose gradient returns."""
         incoming = self._grads.pop((stage, mb))
         for work in incoming.works:
-            self._wait(work, f"the gradient of micro-batch {mb} from stage {stage + 1} on rank {incoming.peer}")
+            self._wait(work, f"the gradient of micro-batch {mb} from stage {stage + 1} on {self._names[incoming.peer]}")
         return from_messages(incoming.messages, incoming.spec.tensors, self._device)
 
     def _state(self, side: str, stage: int) -> _LinkState:
@@ -217,12 +239,13 @@ class Links:
             if not state.queue:
                 raise TransferError(f"stage {stage} needs micro-batch {mb}, whose receive was never posted")
             incoming = state.queue.popleft()
-            what = f"the output of {stage - 1}F{incoming.mb} from rank {incoming.peer}"
+            what = f"the output of {stage - 1}F{incoming.mb} from {self._names[incoming.peer]}"
             self._wait(incoming.header_work, what)
-            flag, sent_mb, length, sent_stage = incoming.header.tolist()
-            if (sent_mb, sent_stage) != (incoming.mb, stage - 1):
-                raise TransferError(f"rank {self._rank} expected {what}, but rank {incoming.peer} sent "
-                                    f"{sent_stage}F{sent_mb}: the ranks run different plans")
+            flag, sent_mb, length, sent_stage, digest = incoming.header.tolist()
+            if (sent_mb, sent_stage, digest) != (incoming.mb, stage - 1, self._digest):
+                raise TransferError(f"pipeline rank {self._rank} expected {what}, but got {sent_stage}F{sent_mb}"
+                                    f"{'' if digest == self._digest else ' of another plan'}: the ranks run different plans "
+                                    "(another schedule, number of micro-batches, or train_batch against eval_batch)")
             if flag == _CHANGED:
                 self._change(state, stage, incoming, length, what)
             state.count += 1
@@ -248,5 +271,5 @@ class Links:
         try:
             work.wait()
         except RuntimeError as error:
-            raise TransferError(f"pipeline rank {self._rank} was waiting for {what}: {error}") from error
+            raise TransferError(f"pipeline rank {self._rank} was waiting for {what}: {plain(error)}", lost=True) from error
         self.waiting_for = ""
