@@ -76,9 +76,14 @@ def run(function, world: int, *args, limit: float = 240.0, init: bool = True) ->
     return results
 
 
-def run_raw(function, world: int, *args, limit: float = 240.0, init: bool = True):
-    """As :func:`run`, but returns ``(exit codes, results, logs, seconds)`` without judging; -9 = killed at the limit."""
-    context = mp.get_context("spawn")
+def run_raw(function, world: int, *args, limit: float = 240.0, init: bool = True, method: str = "spawn"):
+    """As :func:`run`, but returns ``(exit codes, results, logs, seconds)`` without judging; -9 = killed at the limit.
+
+    ``method`` is how the processes start; ``"forkserver"`` imports torch and DeepSpeed once for many short runs.
+    """
+    context = mp.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["torch", "deepspeed"])
     payload = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
