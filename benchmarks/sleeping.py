@@ -1,11 +1,13 @@
 """Layers that sleep instead of computing, so that several ranks run truthfully on few cores.
 
-A layer sleeps F in its forward, I where its input gradient is computed, W where its weight gradient is:
+A layer's forward takes F, its input gradient I, its weight gradient W:
 
-* F and I belong to an identity function in front of a small Linear: its forward sleeps F, its backward sleeps I. It is on
-  the path of the input gradient and on no path to a weight.
+* Forward and input gradient sleep until F (or I) after they began, so that the layer's own few operations are part of
+  what it takes. The forward knows its beginning; the input gradient begins at a hook on the output and ends at a hook on
+  the input, each of which fires once in every system.
 * W is slept by a hook on the Linear's weight. It fires once for every gradient that reaches the weight: in an ordinary
-  backward, in the weight pass of torch's graph split, and when a deferred weight gradient is accumulated.
+  backward, in the weight pass of torch's graph split, and when a deferred weight gradient is accumulated. Where it fires
+  inside the input gradient's time, it does not count towards it.
 
 The first layer of a model has an input that needs no gradient, and its input gradient would be skipped. The layer makes
 a leaf of such an input that does need one, so the first stage of every system sleeps I too.
@@ -31,10 +33,10 @@ def precise_sleep() -> None:
         pass
 
 
-def nap(kind: str, stage: int, seconds: float) -> None:
-    """Sleeps and records it."""
-    start = time.perf_counter()
-    time.sleep(seconds)
+def nap(kind: str, stage: int, seconds: float, since: float | None = None) -> None:
+    """Sleeps until ``seconds`` after ``since`` (default: now) and records how long that was in all."""
+    start = time.perf_counter() if since is None else since
+    time.sleep(max(0.0, start + seconds - time.perf_counter()))
     _record.append((kind, stage, time.perf_counter() - start))
 
 
@@ -45,21 +47,6 @@ def drain() -> list[tuple[str, int, float]]:
     return taken
 
 
-class _Nap(torch.autograd.Function):
-    """Identity; sleeps F forward and I backward."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        nap("F", layer.stage, layer.times[0])
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        nap("I", ctx.layer.stage, ctx.layer.times[1])
-        return grad, None
-
-
 class SleepingLayer(nn.Module):
     """One layer of `hidden` features that sleeps `times` = (F, I, W) seconds; `stage` names it in the record."""
 
@@ -68,9 +55,31 @@ class SleepingLayer(nn.Module):
         self.times = times
         self.stage = stage
         self.linear = nn.Linear(hidden, hidden, bias=False)
-        self.linear.weight.register_hook(lambda grad: None if grad is None else nap("W", stage, times[2]))
+        self.linear.weight.register_hook(self._weight_grad)
+        self._began = 0.0
 
     def forward(self, x):
-        if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()
-        return self.linear(_Nap.apply(x, self))
+        start = time.perf_counter()
+        if torch.is_grad_enabled():
+            if not x.requires_grad:
+                x = x.detach().requires_grad_()
+            x.register_hook(self._input_grad)
+            y = self.linear(x)
+            y.register_hook(self._backward_begins)
+        else:
+            y = self.linear(x)
+        nap("F", self.stage, self.times[0], start)
+        return y
+
+    def _backward_begins(self, grad):
+        self._began = time.perf_counter()
+
+    def _input_grad(self, grad):
+        nap("I", self.stage, self.times[1], self._began)
+
+    def _weight_grad(self, grad):
+        if grad is None:
+            return
+        start = time.perf_counter()
+        nap("W", self.stage, self.times[2], start)
+        self._began += time.perf_counter() - start

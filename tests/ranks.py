@@ -42,11 +42,12 @@ def _enter(rank: int, world: int, port: int, folder: str, payload: bytes, limit:
         import torch
 
         torch.set_num_threads(1)
+        # Before communication starts: the function's module may prepare it.
+        function, args = pickle.loads(payload)
         if init:
             import deepspeed
 
             deepspeed.init_distributed("gloo", verbose=False)
-        function, args = pickle.loads(payload)
         result = function(rank, world, *args)
         (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))
         if init:

@@ -20,7 +20,7 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section
 import contextlib
 import functools
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
@@ -277,7 +277,11 @@ class SplitBackward:
         if self._queue is not None and key == self._active:
             raise RuntimeError(f"run({key!r}) inside collecting({key!r})")
         entries = self._pop(key)
-        uses = Counter(id(p) for entry in entries for p in entry.params())
+        uses: dict[int, int] = {}
+        for entry in entries:
+            for param in (entry.weight, entry.bias):
+                if param is not None:
+                    uses[id(param)] = uses.get(id(param), 0) + 1
         sums: dict[int, Tensor] = {}
         computed = 0
         with torch.no_grad(), _autocast_off(entries):

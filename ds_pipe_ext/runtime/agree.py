@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import sys
 import time
 from datetime import timedelta
@@ -15,8 +14,8 @@ from importlib.metadata import version
 import torch.distributed as dist
 
 from ..config import PipeConfig, count_microbatches, load
-from ..doctor import build_locks
 from .faults import own_connection
+from .guards import check_build_locks
 
 _NOTICE_S = 30.0
 _READ_S = 2.5
@@ -86,7 +85,8 @@ class Start:
 @contextlib.contextmanager
 def starting():
     """A :class:`Start` whose exceptions are told to the other ranks."""
-    warn_about_locks()
+    if not dist.is_initialized():
+        check_build_locks()
     start = Start()
     try:
         yield start
@@ -126,19 +126,6 @@ def wanted_by(pipe_config: PipeConfig, config, model) -> dict:
             value = value.get(part) if isinstance(value, dict) else None
         result[key] = value if isinstance(value, (int, float, str, type(None))) else str(value)
     return result
-
-
-_warned: set[str] = set()
-
-
-def warn_about_locks() -> None:
-    """Says which stale lock would make DeepSpeed wait for ever for an operator's build."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    for finding in build_locks():
-        if finding.level == "error" and finding.found not in _warned:
-            _warned.add(finding.found)
-            print(f"ds_pipe_ext: warning: {finding.what}: {finding.found}; {finding.advice}", file=sys.stderr, flush=True)
 
 
 def _collect(store, key: str) -> list[dict]:

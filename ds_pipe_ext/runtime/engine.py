@@ -88,6 +88,9 @@ class PlanEngine(PipelineEngine):
             self._split = SplitBackward(accumulator_of(self.optimizer))
             self._split.attach(self.module)
         self._lean = self._needs_no_hooks()
+        if self._lean:
+            self.module_forward_pre_hook.remove()
+            self.module_forward_post_hook.remove()
         self._meter = Meter(self)
         track_plan(self)
 
@@ -108,7 +111,7 @@ class PlanEngine(PipelineEngine):
             if self.global_rank in ranks:
                 to_next, to_prev, self.host_group = first, second, host
         peers = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
-        return Links(torch.device(self.device), peers, self.stage_id, to_next, to_prev, self.host_group, hoisted=two)
+        return Links(torch.device(self.device), peers, self.stage_id, to_next, to_prev, self.host_group)
 
     def _configure_basic_optimizer(self, model_parameters):
         parameters = list(model_parameters or [])
@@ -142,10 +145,9 @@ class PlanEngine(PipelineEngine):
         self._meter.begin(pipe_schedule)
         faults = self._faults
         try:
-            for step_cmds in pipe_schedule:
-                for cmd in step_cmds:
-                    faults.doing = cmd
-                    self._INSTRUCTION_MAP[type(cmd)](self, cmd.instr)
+            for cmd in pipe_schedule.instructions:
+                faults.doing = cmd
+                self._INSTRUCTION_MAP[type(cmd)](self, cmd.instr)
             if self._links:
                 self._links.end()
             faults.doing = "the end of the step (gather of losses and measurements)"
@@ -156,6 +158,11 @@ class PlanEngine(PipelineEngine):
         finally:
             self._slots.clear()
             self._batches.clear()
+        if pipe_schedule.backward and self.fwd_outputs:
+            # Summed in micro-batch order, as upstream does while they are computed.
+            for loss in self.fwd_outputs:
+                self.total_loss = _added(self.total_loss, loss)
+            self.loss = self.fwd_outputs[-1]
         self._meter.end()
 
     # ---------------------------------------------------------------------------------------------- instructions
@@ -180,7 +187,7 @@ class PlanEngine(PipelineEngine):
                              f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}")
         return batch
 
-    def _own_inputs(self, stage, value):
+    def _own_inputs(self, value):
         """Inputs of the first stage on the device, as upstream makes them: the caller's tensors are never modified."""
         reentrant = self._reentrant_activation_checkpointing()
 
@@ -206,27 +213,36 @@ class PlanEngine(PipelineEngine):
     def _forward(self, instr):
         state = self._state(instr)
         if instr.stage == 0:
-            state.inputs = self._own_inputs(instr.stage, self._batches[instr.mb][0])
+            state.inputs = self._own_inputs(self._batches[instr.mb][0])
+            self._meter.count_batch(state.inputs)
         elif self._links:
-            with self._meter.waiting():
-                state.inputs, state.input_spec = self._links.take_act(instr.stage, instr.mb)
-        with self._meter.computing(instr):
-            inputs = self._inputs_for_layers(state.inputs)
-            if self._lean:
-                with autocast_if_enabled(self):
-                    outputs = self.module(inputs)
-            else:
-                # The engine's forward, which upstream's PipelineEngine hides from users.
-                outputs = super(PipelineEngine, self).forward(inputs)
-            if not self.module.training:
-                ds_checkpointing.reset()
+            start = self._meter.now()
+            state.inputs, state.input_spec = self._links.take_act(instr.stage, instr.mb)
+            self._meter.waited(start)
+        start = self._meter.now()
+        with self._meter.saving(instr):
+            outputs = self._run_layers(self._inputs_for_layers(state.inputs))
             state.outputs = tuple(outputs) if isinstance(outputs, list) else outputs
             if self._is_loss(instr.stage):
                 self._compute_loss_of(instr, state)
+        self._meter.computed(instr, start)
         if instr.stage == 0 and not self._is_loss(instr.stage):
             del self._batches[instr.mb]
         if self._evaluating:
             state.inputs = None
+
+    def _run_layers(self, inputs):
+        if not self._lean:
+            # The engine's forward, which upstream's PipelineEngine hides from users.
+            outputs = super(PipelineEngine, self).forward(inputs)
+        elif self.torch_autocast_enabled() or torch.is_autocast_enabled():
+            with autocast_if_enabled(self):
+                outputs = self.module(inputs)
+        else:
+            outputs = self.module(inputs)
+        if not self.module.training:
+            ds_checkpointing.reset()
+        return outputs
 
     @staticmethod
     def _inputs_for_layers(inputs):
@@ -244,12 +260,10 @@ class PlanEngine(PipelineEngine):
             self._logits.append(outputs)
         if self._compute_loss and self.module.loss_fn is not None:
             outputs = self.module.loss_fn(outputs, labels)
-        self.loss = outputs
         self.fwd_outputs.append(outputs.detach() if torch.is_tensor(outputs) else [x.detach() for x in outputs])
         if self._evaluating:
             return
         state.loss = outputs
-        self.total_loss = _added(self.total_loss, outputs)
         extra = self.module.get_additional_losses()
         if extra is not None:
             self.total_additional_losses = self.total_additional_losses or OrderedDict()
@@ -269,7 +283,7 @@ class PlanEngine(PipelineEngine):
         state = self._state(instr)
         if state.output_spec is None:
             # Posted ahead of the send: the output is there, its description not yet.
-            state.output_spec = describe(state.outputs, f"stage {instr.stage} (micro-batch {instr.mb})")
+            state.output_spec = describe(state.outputs, instr.stage, instr.mb)
         self._links.post_grad(instr.stage, instr.mb, instr.peer, state.output_spec)
 
     def _backward(self, instr):
@@ -277,10 +291,11 @@ class PlanEngine(PipelineEngine):
         loss_stage = self._is_loss(instr.stage)
         grads = None
         if not loss_stage:
-            with self._meter.waiting():
-                grads = self._links.take_grad(instr.stage, instr.mb)
-        collecting = self._split.collecting((instr.stage, instr.mb)) if instr.kind == "I" else contextlib.nullcontext()
-        with self._meter.computing(instr), collecting:
+            start = self._meter.now()
+            grads = self._links.take_grad(instr.stage, instr.mb)
+            self._meter.waited(start)
+        start = self._meter.now()
+        with self._split.collecting((instr.stage, instr.mb)) if instr.kind == "I" else contextlib.nullcontext():
             if loss_stage and self._lean:
                 (state.loss / self.gradient_accumulation_steps()).backward()
             elif loss_stage:
@@ -288,6 +303,7 @@ class PlanEngine(PipelineEngine):
                 super(PipelineEngine, self).backward(state.loss)
             elif grads:
                 self._backward_from(state, grads)
+        self._meter.computed(instr, start)
         state.outputs = state.loss = None
         if instr.stage > 0:
             inputs = [state.inputs] if torch.is_tensor(state.inputs) else state.inputs
@@ -317,8 +333,9 @@ class PlanEngine(PipelineEngine):
             self._stop_timers(self.engine_timers.backward_timers)
 
     def _weight_grad(self, instr):
-        with self._meter.computing(instr):
-            self._split.run((instr.stage, instr.mb))
+        start = self._meter.now()
+        self._split.run((instr.stage, instr.mb))
+        self._meter.computed(instr, start)
 
     def _send_grad(self, instr):
         state = self._state(instr)

@@ -92,12 +92,12 @@ class PlanSchedule(upstream.PipeSchedule):
         self.program = program
         self.name = name
         self.backward = backward
-        #: what both ends of a transfer must agree on
-        self.digest = zlib.crc32(f"{name} {ranks} {microbatches} {backward}".encode())
-        self._steps = [[BY_KIND[instr.kind](instr)] for instr in program.instrs]
+        #: what both ends of a transfer must agree on, as 31 bits
+        self.digest = zlib.crc32(f"{name} {ranks} {microbatches} {backward}".encode()) >> 1
+        self.instructions = [BY_KIND[instr.kind](instr) for instr in program.instrs]
 
     def steps(self):
-        yield from self._steps
+        yield from ([instruction] for instruction in self.instructions)
 
     def num_pipe_buffers(self):
         return self.program.slots

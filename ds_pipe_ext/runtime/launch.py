@@ -15,6 +15,7 @@ from ..config import PipeConfig, count_microbatches, load, read_config
 from ..doctor import requirements
 from . import agree
 from .engine import PlanEngine
+from .guards import drop_missing_tracker
 from .module import PipelineModule
 
 
@@ -37,6 +38,8 @@ class _EngineSwitch(type(UpstreamEngine)):
                 return UpstreamEngine(*args, config=config, model=model, **kwargs)
             check_module(pipe_config, model)
             start.agree(agree.wanted_by(pipe_config, config, model))
+        if "config_class" in kwargs:
+            drop_missing_tracker(kwargs["config_class"].monitor_config)
         return PlanEngine(pipe_config, *args, config=config, model=model, **kwargs)
 
     def __instancecheck__(cls, instance):

@@ -18,6 +18,7 @@ _FIELDS = ("compute_s", "wait_s", "pipeline_s", "step_s", "samples", "tokens", "
 _SAMPLE_EVERY = 50
 #: plans larger than this are not simulated after every step
 _SIMULATE_BELOW = 20_000
+_NOTHING = contextlib.nullcontext()
 
 
 class _Clock:
@@ -25,10 +26,10 @@ class _Clock:
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
+        self.now = self._event if self._cuda else time.perf_counter
 
-    def now(self):
-        if not self._cuda:
-            return time.perf_counter()
+    @staticmethod
+    def _event():
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -51,6 +52,7 @@ class Meter:
     def __init__(self, engine):
         self._engine = engine
         self._clock = _Clock(torch.device(engine.device))
+        self._now = self._clock.now
         self._steps = 0
         self._spans: list[tuple] = []
         self._idle: list[tuple] = []
@@ -77,23 +79,21 @@ class Meter:
         self._start = self._clock.now()
         self._pipeline_end = None
 
-    @contextlib.contextmanager
-    def waiting(self):
-        """Around a wait for another rank."""
-        start = self._clock.now()
-        yield
-        self._idle.append((start, self._clock.now()))
+    def now(self):
+        """A mark to hand to :meth:`waited` or :meth:`computed`."""
+        return self._now()
 
-    @contextlib.contextmanager
-    def computing(self, instr):
-        """Around a compute instruction."""
-        start = self._clock.now()
-        if self._sampling and instr.kind == "F":
-            with self._counting(instr):
-                yield
-        else:
-            yield
-        end = self._clock.now()
+    def waited(self, start) -> None:
+        """A wait for another rank, begun at ``start``, is over."""
+        self._idle.append((start, self._now()))
+
+    def saving(self, instr):
+        """Context around a forward: counts what it saves, in sampled steps."""
+        return self._counting(instr) if self._sampling else _NOTHING
+
+    def computed(self, instr, start) -> None:
+        """A compute instruction, begun at ``start``, has been issued."""
+        end = self._now()
         self._spans.append((instr.kind, start, end))
         self._pipeline_end = end
         if not self._training:
@@ -101,13 +101,19 @@ class Meter:
         if instr.kind == "F":
             self._in_flight += 1
             self._most_in_flight = max(self._most_in_flight, self._in_flight)
-            self._count_batch(instr)
         elif instr.kind in "IB":
             self._in_flight -= 1
         if self._sampling:
             if instr.kind in "IB":
                 self._live.pop((instr.stage, instr.mb), None)
             self._peak = max(self._peak, sum(self._live.values()) + self._pending_bytes())
+
+    def count_batch(self, inputs) -> None:
+        """Counts samples and tokens of a micro-batch of the first stage."""
+        first = inputs if torch.is_tensor(inputs) else inputs[0]
+        self._samples += first.shape[0] if first.dim() else 1
+        if not (first.is_floating_point() or first.is_complex() or first.dtype is torch.bool):
+            self._tokens += first.numel()
 
     def before_step(self) -> None:
         """Before the optimizer step: gradients are complete and not yet cleared."""
@@ -211,15 +217,6 @@ class Meter:
     def _own_norm(self) -> bool:
         engine = self._engine
         return not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled())
-
-    def _count_batch(self, instr) -> None:
-        if instr.stage != 0:
-            return
-        inputs = self._engine._state(instr).inputs
-        first = inputs if torch.is_tensor(inputs) else inputs[0]
-        self._samples += first.shape[0] if first.dim() else 1
-        if not (first.is_floating_point() or first.is_complex() or first.dtype is torch.bool):
-            self._tokens += first.numel()
 
     def _pending_bytes(self) -> int:
         split = self._engine._split

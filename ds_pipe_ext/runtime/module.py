@@ -85,6 +85,13 @@ class PipelineModule(UpstreamModule):
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
+    def forward(self, forward_input):
+        if self.activation_checkpoint_interval or self.seed_layers:
+            return super().forward(forward_input)
+        for layer in self.forward_funcs:
+            forward_input = layer(forward_input)
+        return forward_input
+
     @torch.no_grad()
     def _synchronize_tied_weights(self):
         # Upstream's in-place broadcast of a trainable weight is seen by autograd, which then warns in every backward.

@@ -1,10 +1,11 @@
 """Asynchronous transfers between neighbouring stages.
 
-Every activation is announced by a small header on a host group, so any shape can follow any other without a flag.
-While a link's shapes stay the same its receives are posted ahead into pooled buffers and the header only confirms
-them. When a shape changes, the sender first fills the receives that are already posted (their number, the window, is
-known to both ends from the program), then describes and sends the new tensors; for the rest of that step the receiver
-posts each payload once its header has arrived. Gradients have the shapes of the activations, which both ends know.
+Every activation is announced by a header, so any shape can follow any other without a flag. While a link's shapes stay
+the same, its receives are posted ahead into pooled buffers and the header only confirms them; over gloo it then travels
+inside the message. When a shape changes, the sender first fills the receives that are already posted (their number, the
+window, is known to both ends from the program), then describes and sends the new tensors; for the rest of that step the
+receiver posts each payload once its header has arrived. Gradients have the shapes of the activations, which both ends
+know.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from .wire import BufferPool, Spec, describe, from_messages, message_shapes, to_messages
+from .wire import HEADER_BYTES, HEADER_NUMBERS, BufferPool, Form, Spec, describe, fits, form_of
 
 _SAME, _CHANGED = 0, 1
-_ACT, _GRAD, _BLOB = 0, 1, 2
+_ACT, _GRAD, _HEADER, _BLOB = 0, 1, 2, 3
+#: gloo: a copy below this size costs less than a second message; elsewhere messages are cheap for the host
+_PACK_BELOW_GLOO, _PACK_BELOW = 1 << 20, 1 << 15
+_PADDING = [0] * (HEADER_BYTES // 8 - HEADER_NUMBERS)
 
 
 class TransferError(RuntimeError):
@@ -45,21 +49,21 @@ def plain(error: BaseException) -> str:
     return re.sub(r"^\[[^\]]*\]\s*", "", text)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Incoming:
-    """A posted receive: its header, and its payload once posted."""
+    """A posted receive: its header, if that travels alone, and its payload, once posted."""
 
     mb: int
     peer: int
     header: torch.Tensor | None = None
     header_work: object = None
     spec: Spec | None = None
+    form: Form | None = None
     messages: list[torch.Tensor] = field(default_factory=list)
     works: list = field(default_factory=list)
-    payload_posted: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class _LinkState:
     """Agreed shapes of one activation link; both ends go through the same states."""
 
@@ -84,42 +88,51 @@ class Links:
         device: where activations live.
         peers: global rank of every pipeline rank.
         rank: own pipeline rank.
-        to_next, to_prev: process groups for messages to higher and to lower ranks (the same one if ``groups`` is 1).
+        to_next, to_prev: process groups for messages to higher and to lower ranks; the same one twice keeps every
+            receive at its place in the programs' global order.
         host: a gloo group of the same ranks, for headers.
-        hoisted: whether the programs post receives ahead of the projected order; needs two groups.
     """
 
-    def __init__(self, device, peers, rank, to_next, to_prev, host, hoisted: bool):
+    def __init__(self, device, peers, rank, to_next, to_prev, host):
         self._device = device
-        self._peers = list(peers)
-        #: how messages call a pipeline rank
-        self._names = [f"rank {peer}" if peer == p else f"rank {peer} (pipeline rank {p})" for p, peer in enumerate(peers)]
         self._rank = rank
+        #: how messages call a pipeline rank
+        self._names = [str(peer) if peer == p else f"{peer} (pipeline rank {p})" for p, peer in enumerate(peers)]
         self._groups = (to_next, to_prev)
         self._host = host
-        self._hoisted = hoisted
+        self._peers = {group: [dist.get_group_rank(group, peer) for peer in peers] for group in (to_next, to_prev, host)}
+        self._hoisted = to_next is not to_prev
+        # Only gloo tells messages of one pair apart by tag, which headers inside messages rely on.
+        self._inline = dist.get_backend(to_next) == "gloo"
+        self._pack_below = _PACK_BELOW_GLOO if self._inline else _PACK_BELOW
         self._pool = BufferPool(device)
         self._states: dict[tuple, _LinkState] = {}
         self._mode = "train"
         self._digest = 0
-        self._sent: deque = deque()
+        self._sent: list = []
         self._grads: dict[tuple[int, int], _Incoming] = {}
-        #: what this rank is waiting for, as text; read by the fault monitor.
-        self.waiting_for = ""
+        #: what this rank is waiting for, as (function, arguments) or None; read by the fault monitor.
+        self._waiting: tuple | None = None
+
+    @property
+    def waiting_for(self) -> str:
+        """What this rank is waiting for at this moment, in words; empty if nothing."""
+        waiting = self._waiting
+        return waiting[0].format(*waiting[1:]) if waiting else ""
 
     def begin(self, mode: str, digest: int = 0) -> None:
         """Starts a step; ``mode`` (train or eval) selects the set of agreed shapes; headers compare ``digest`` (the plan)."""
-        self._mode, self._digest = mode, digest
-        for (kind, _), state in self._states.items():
-            if kind == mode or kind == f"{mode}-in":
-                state.ahead = state.uniform and self._hoisted
+        self._mode, self._digest = mode, digest << 16
+        for (known, _, _), state in self._states.items():
+            if known == mode:
+                state.ahead = state.uniform and self._hoisted and state.spec is not None
                 state.uniform, state.count = True, 0
 
     def end(self) -> None:
         """Waits until everything sent in this step has left."""
-        while self._sent:
-            work, _, what = self._sent.popleft()
+        for work, _, what in self._sent:
             self._wait(work, what)
+        self._sent.clear()
 
     def send_act(self, stage: int, mb: int, peer: int, value, window: int) -> Spec:
         """Sends a stage's output to ``peer``; returns its description.
@@ -127,37 +140,44 @@ class Links:
         Raises:
             TypeError: if the output holds anything but dense tensors.
         """
-        spec = describe(value, f"stage {stage} (micro-batch {mb})")
-        values = [value] if spec.single else list(value)
         state = self._state("out", stage)
-        what = f"the send of {stage}F{mb}'s output to {self._names[peer]}"
-        changed = spec != state.spec
-        blob = None
+        spec = state.spec if fits(value, state.spec) else describe(value, stage, mb)
+        values = [value] if spec.single else list(value)
+        what = ("the output of {}F{} to be received by rank {}", stage, mb, self._names[peer])
+        changed = spec is not state.spec
+        inline = state.ahead and self._inline
+        blob = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8) if changed else None
+        header = torch.tensor([_CHANGED if changed else _SAME, mb, 0 if blob is None else blob.numel(), self._digest | stage, *_PADDING])
+        if not inline:
+            self._send(self._host, header, peer, stage, _HEADER, what)
         if changed:
-            blob = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)
-        header = torch.tensor([_CHANGED if changed else _SAME, mb, 0 if blob is None else blob.numel(), stage, self._digest],
-                              dtype=torch.int64)
-        self._post_host(header, peer, stage, _ACT, what)
-        if changed:
-            self._post_host(blob, peer, stage, _BLOB, what)
             if state.ahead:
-                for _ in range(window + 1):
-                    for shape, dtype in message_shapes(state.spec.tensors):
-                        self._post(torch.empty(shape, dtype=dtype, device=self._device), peer, stage, _ACT, what)
+                self._fill(state, peer, stage, header, window, what)
+            self._send(self._host, blob, peer, stage, _BLOB, what)
             state.change(spec)
+            inline = False
         state.count += 1
-        for message in to_messages(values, spec.tensors):
-            self._post(message, peer, stage, _ACT, what)
+        form = form_of(spec.tensors, self._pack_below, inline)
+        for message in form.messages(values, header):
+            self._send(self._group(self._rank, peer), message, peer, stage, _ACT, what)
         return spec
+
+    def _fill(self, state, peer, stage, header, window, what):
+        """Satisfies the receives that the peer has posted for the old shapes; the first of them carries the header."""
+        form = form_of(state.spec.tensors, self._pack_below, self._inline)
+        for _ in range(window + 1):
+            blank = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in state.spec.tensors]
+            for message in form.messages(blank, header):
+                self._send(self._group(self._rank, peer), message, peer, stage, _ACT, what)
 
     def post_act(self, stage: int, mb: int, peer: int) -> None:
         """Posts the receive of stage ``stage``'s input."""
         state = self._state("in", stage)
-        incoming = _Incoming(mb, peer, torch.zeros(5, dtype=torch.int64))
-        incoming.header_work = dist.irecv(incoming.header, self._peers[peer], group=self._host,
-                                          tag=self._tag(stage - 1, _ACT))
+        incoming = _Incoming(mb, peer)
+        if not (state.ahead and self._inline):
+            self._post_header(incoming, stage)
         if state.ahead:
-            self._post_payload(incoming, state.spec, stage)
+            self._post_payload(incoming, state.spec, stage, self._inline)
         state.queue.append(incoming)
         if not self._hoisted:
             # One group for both directions: the payload's place in that group's order is here.
@@ -169,8 +189,8 @@ class Links:
         self._read_headers(state, stage, mb)
         incoming = state.arrived.pop(mb)
         for work in incoming.works:
-            self._wait(work, f"the output of {stage - 1}F{mb} from {self._names[incoming.peer]}")
-        values = from_messages(incoming.messages, incoming.spec.tensors, self._device)
+            self._wait(work, ("the output of {}F{} from rank {}", stage - 1, mb, self._names[incoming.peer]))
+        values = incoming.form.values(incoming.messages, self._device)
         if self._mode == "train":
             for value, spec in zip(values, incoming.spec.tensors):
                 value.requires_grad_(spec.grad)
@@ -178,20 +198,20 @@ class Links:
 
     def send_grad(self, stage: int, mb: int, peer: int, grads: list[torch.Tensor | None], spec: Spec) -> None:
         """Sends the gradients of a stage's input: one per tensor whose gradient returns; a missing one is zero."""
-        wanted = tuple(tensor for tensor in spec.tensors if tensor.grad)
+        form = form_of(tuple(tensor for tensor in spec.tensors if tensor.grad), self._pack_below, False)
         values = []
-        for grad, tensor in zip(grads, wanted, strict=True):
+        for grad, tensor in zip(grads, form.tensors, strict=True):
             if grad is None:
                 grad = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
             values.append(grad.to(tensor.dtype))
-        for message in to_messages(values, wanted):
-            self._post(message, peer, stage, _GRAD, f"the send of stage {stage}'s input gradient of micro-batch {mb} "
-                       f"to {self._names[peer]}")
+        for message in form.messages(values):
+            self._send(self._group(self._rank, peer), message, peer, stage, _GRAD,
+                       ("the input gradient of stage {}, micro-batch {}, to be received by rank {}", stage, mb, self._names[peer]))
 
     def post_grad(self, stage: int, mb: int, peer: int, spec: Spec) -> None:
         """Posts the receive of the gradients of stage ``stage``'s output, whose description is ``spec``."""
-        wanted = tuple(tensor for tensor in spec.tensors if tensor.grad)
-        incoming = _Incoming(mb, peer, spec=Spec(False, wanted))
+        incoming = _Incoming(mb, peer)
+        incoming.form = form_of(tuple(tensor for tensor in spec.tensors if tensor.grad), self._pack_below, False)
         self._receive(incoming, ("grad", stage), stage + 1, _GRAD)
         self._grads[(stage, mb)] = incoming
 
@@ -199,39 +219,41 @@ class Links:
         """Waits for the gradients of stage ``stage``'s output: one per tensor whose gradient returns."""
         incoming = self._grads.pop((stage, mb))
         for work in incoming.works:
-            self._wait(work, f"the gradient of micro-batch {mb} from stage {stage + 1} on {self._names[incoming.peer]}")
-        return from_messages(incoming.messages, incoming.spec.tensors, self._device)
+            self._wait(work, ("the gradient of {}F{}'s output from rank {}", stage, mb, self._names[incoming.peer]))
+        return incoming.form.values(incoming.messages, self._device)
 
     def _state(self, side: str, stage: int) -> _LinkState:
-        key = (self._mode if side == "out" else f"{self._mode}-in", stage)
-        return self._states.setdefault(key, _LinkState())
-
-    @staticmethod
-    def _tag(sender_stage: int, what: int) -> int:
-        return 4 * sender_stage + what
+        key = (self._mode, side, stage)
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = _LinkState()
+        return state
 
     def _group(self, source: int, target: int):
         return self._groups[0] if target > source else self._groups[1]
 
-    def _post(self, message: torch.Tensor, peer: int, stage: int, what: int, text: str) -> None:
-        work = dist.isend(message, self._peers[peer], group=self._group(self._rank, peer), tag=self._tag(stage, what))
+    def _send(self, group, message: torch.Tensor, peer: int, stage: int, what: int, text: tuple) -> None:
+        # The group's own method: dist.isend checks again what is known here, for every message.
+        work = group.send([message], self._peers[group][peer], 4 * stage + what)
         self._sent.append((work, message, text))
 
-    def _post_host(self, message: torch.Tensor, peer: int, stage: int, what: int, text: str) -> None:
-        work = dist.isend(message, self._peers[peer], group=self._host, tag=self._tag(stage, what))
-        self._sent.append((work, message, text))
+    def _post_header(self, incoming: _Incoming, stage: int) -> None:
+        incoming.header = torch.empty(HEADER_BYTES // 8, dtype=torch.int64)
+        incoming.header_work = self._host.recv([incoming.header], self._peers[self._host][incoming.peer],
+                                               4 * (stage - 1) + _HEADER)
 
-    def _post_payload(self, incoming: _Incoming, spec: Spec, stage: int) -> None:
+    def _post_payload(self, incoming: _Incoming, spec: Spec, stage: int, inline: bool) -> None:
         incoming.spec = spec
-        incoming.payload_posted = True
+        incoming.form = form_of(spec.tensors, self._pack_below, inline)
         self._receive(incoming, (self._mode, stage), stage - 1, _ACT)
 
     def _receive(self, incoming: _Incoming, key: tuple, sender_stage: int, what: int) -> None:
-        incoming.messages = [self._pool.take((*key, position), shape, dtype)
-                             for position, (shape, dtype) in enumerate(message_shapes(incoming.spec.tensors))]
         group = self._group(incoming.peer, self._rank)
-        incoming.works = [dist.irecv(message, self._peers[incoming.peer], group=group,
-                                     tag=self._tag(sender_stage, what)) for message in incoming.messages]
+        source, tag = self._peers[group][incoming.peer], 4 * sender_stage + what
+        for position, (shape, dtype) in enumerate(incoming.form.shapes):
+            message = self._pool.take((*key, position), shape, dtype)
+            incoming.messages.append(message)
+            incoming.works.append(group.recv([message], source, tag))
 
     def _read_headers(self, state: _LinkState, stage: int, mb: int) -> None:
         """Reads headers in link order until micro-batch ``mb``'s has been read."""
@@ -239,37 +261,48 @@ class Links:
             if not state.queue:
                 raise TransferError(f"stage {stage} needs micro-batch {mb}, whose receive was never posted")
             incoming = state.queue.popleft()
-            what = f"the output of {stage - 1}F{incoming.mb} from {self._names[incoming.peer]}"
-            self._wait(incoming.header_work, what)
-            flag, sent_mb, length, sent_stage, digest = incoming.header.tolist()
-            if (sent_mb, sent_stage, digest) != (incoming.mb, stage - 1, self._digest):
-                raise TransferError(f"pipeline rank {self._rank} expected {what}, but got {sent_stage}F{sent_mb}"
-                                    f"{'' if digest == self._digest else ' of another plan'}: the ranks run different plans "
-                                    "(another schedule, number of micro-batches, or train_batch against eval_batch)")
+            what = ("the output of {}F{} from rank {}", stage - 1, incoming.mb, self._names[incoming.peer])
+            if incoming.header is not None:
+                self._wait(incoming.header_work, what)
+                flag, sent_mb, length, sent_stage = incoming.header[:HEADER_NUMBERS].tolist()
+            else:
+                for work in incoming.works:
+                    self._wait(work, what)
+                incoming.works = []
+                flag, sent_mb, length, sent_stage = incoming.form.header(incoming.messages)
+            if (sent_mb, sent_stage) != (incoming.mb, self._digest | stage - 1):
+                same = sent_stage & ~0xFFFF == self._digest
+                raise TransferError(f"pipeline rank {self._rank} expected {what[0].format(*what[1:])}, but got "
+                                    f"{sent_stage & 0xFFFF}F{sent_mb}{'' if same else ' of another plan'}: the ranks run "
+                                    "different plans (another schedule, number of micro-batches, or train_batch against "
+                                    "eval_batch)")
             if flag == _CHANGED:
                 self._change(state, stage, incoming, length, what)
+            if incoming.form is None:
+                self._post_payload(incoming, state.spec, stage, False)
             state.count += 1
-            if not incoming.payload_posted:
-                self._post_payload(incoming, state.spec, stage)
             state.arrived[incoming.mb] = incoming
 
-    def _change(self, state: _LinkState, stage: int, incoming: _Incoming, length: int, what: str) -> None:
+    def _change(self, state: _LinkState, stage: int, incoming: _Incoming, length: int, what: tuple) -> None:
         blob = torch.empty(length, dtype=torch.uint8)
-        self._wait(dist.irecv(blob, self._peers[incoming.peer], group=self._host, tag=self._tag(stage - 1, _BLOB)),
-                   f"the shapes of {what}")
+        self._wait(self._host.recv([blob], self._peers[self._host][incoming.peer], 4 * (stage - 1) + _BLOB), what)
         # Only this project's own sender writes here: the two processes share a trust domain, as in torch.distributed.
         spec = pickle.loads(blob.numpy().tobytes())
         for posted in (incoming, *state.queue):
-            if posted.payload_posted:
-                for work in posted.works:
-                    self._wait(work, what)
-                posted.messages, posted.works, posted.payload_posted = [], [], False
+            if posted.form is None:
+                continue
+            for work in posted.works:
+                self._wait(work, what)
+            posted.form, posted.messages, posted.works = None, [], []
+            if posted is not incoming and posted.header is None:
+                self._post_header(posted, stage)
         state.change(spec)
 
-    def _wait(self, work, what: str) -> None:
-        self.waiting_for = what
+    def _wait(self, work, what: tuple) -> None:
+        self._waiting = what
         try:
             work.wait()
         except RuntimeError as error:
-            raise TransferError(f"pipeline rank {self._rank} was waiting for {what}: {plain(error)}", lost=True) from error
-        self.waiting_for = ""
+            raise TransferError(f"pipeline rank {self._rank} was waiting for {what[0].format(*what[1:])}: "
+                                f"{plain(error)}", lost=True) from error
+        self._waiting = None

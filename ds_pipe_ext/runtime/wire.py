@@ -1,7 +1,8 @@
 """What crosses a stage boundary: the description of a tuple of tensors and its form on the wire.
 
-Large tensors travel alone; small ones are packed into one message. A description holds shape, dtype and whether a
-gradient comes back for every tensor, so that the receiver can post its buffers before anything arrives.
+Large tensors travel alone; small ones are packed into one message, which may carry a header too. A description holds
+shape, dtype and whether a gradient comes back for every tensor, so that the receiver can post its buffers before
+anything arrives.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-_PACK_BELOW = 32 * 1024
-_ALIGN = 16
+#: Alignment inside a packed message: what torch's own allocator gives, since some GEMMs round differently below it.
+_ALIGN = 64
+#: Numbers in a header: changed or not, micro-batch, bytes of the description that follows, sender's stage.
+HEADER_NUMBERS = 4
+HEADER_BYTES = _ALIGN
 
 
 class TensorSpec(NamedTuple):
@@ -48,13 +52,14 @@ class Spec(NamedTuple):
         return inner if self.single else f"({inner})"
 
 
-def describe(value, where: str) -> Spec:
-    """The :class:`Spec` of what a stage returned.
+def describe(value, stage: int, mb: int) -> Spec:
+    """The :class:`Spec` of what ``stage`` returned for micro-batch ``mb``.
 
     Raises:
         TypeError: if it is not a dense tensor or a tuple of dense tensors; names the position.
     """
     single = isinstance(value, torch.Tensor)
+    where = f"stage {stage} (micro-batch {mb})"
     if not single and not isinstance(value, (tuple, list)):
         raise TypeError(f"{where} returned {type(value).__name__}; a stage returns a tensor or a tuple of tensors "
                         "(put other values into the layers, or turn them into tensors)")
@@ -72,62 +77,96 @@ def describe(value, where: str) -> Spec:
     return Spec(single, tuple(specs))
 
 
-class Layout(NamedTuple):
-    """How the tensors of a spec are grouped into messages: positions sent alone, and positions packed together."""
+def fits(value, spec: Spec | None) -> bool:
+    """True if ``value`` is what ``spec`` describes; cheaper than describing it again."""
+    if spec is None:
+        return False
+    values = (value, ) if isinstance(value, torch.Tensor) else value
+    if spec.single != isinstance(value, torch.Tensor) or not isinstance(values, (tuple, list)) \
+            or len(values) != len(spec.tensors):
+        return False
+    return all(isinstance(x, torch.Tensor) and x.shape == known.shape and x.dtype is known.dtype
+               and x.requires_grad == known.grad and x.layout is torch.strided
+               for x, known in zip(values, spec.tensors))
 
+
+class Form(NamedTuple):
+    """How the tensors of a description are grouped into messages.
+
+    Attributes:
+        tensors: the description.
+        alone: positions sent as they are.
+        packed: positions packed into the last message; tensors without elements need no message.
+        offsets: their byte offsets there.
+        inline: the packed message begins with a header (and exists even if nothing is packed).
+        shapes: shape and dtype of every message, in the order in which they are sent.
+    """
+
+    tensors: tuple[TensorSpec, ...]
     alone: tuple[int, ...]
     packed: tuple[int, ...]
     offsets: tuple[int, ...]
-    pack_bytes: int
+    inline: bool
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    def messages(self, values: list[torch.Tensor], header: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Contiguous message tensors; those sent alone share memory with ``values`` where these are contiguous."""
+        messages = [values[i].detach().contiguous() for i in self.alone]
+        if len(self.shapes) == len(messages):
+            return messages
+        pieces, end = [], 0
+        if self.inline:
+            pieces.append(header.view(torch.uint8))
+            end = pieces[0].numel()
+        for i, offset in zip(self.packed, self.offsets):
+            if offset > end:
+                pieces.append(torch.zeros(offset - end, dtype=torch.uint8, device=values[i].device))
+            pieces.append(values[i].detach().contiguous().view(-1).view(torch.uint8))
+            end = offset + self.tensors[i].nbytes
+        total = self.shapes[-1][0][0]
+        if total > end:
+            pieces.append(torch.zeros(total - end, dtype=torch.uint8, device=pieces[-1].device))
+        messages.append(torch.cat(pieces))
+        return messages
+
+    def values(self, messages: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """The tensors, sharing the messages' memory."""
+        values: list[torch.Tensor | None] = [None] * len(self.tensors)
+        for i, message in zip(self.alone, messages):
+            values[i] = message
+        for i, offset in zip(self.packed, self.offsets):
+            spec = self.tensors[i]
+            values[i] = messages[-1][offset:offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+        return [torch.empty(spec.shape, dtype=spec.dtype, device=device) if value is None else value
+                for value, spec in zip(values, self.tensors)]
+
+    @staticmethod
+    def header(messages: list[torch.Tensor]) -> list[int]:
+        """The header's numbers in received messages of an inline form."""
+        return messages[-1][:8 * HEADER_NUMBERS].view(torch.int64).tolist()
 
 
 @lru_cache(maxsize=1024)
-def layout(tensors: tuple[TensorSpec, ...]) -> Layout:
-    """Groups tensors into messages; tensors without elements need none."""
-    small = [i for i, spec in enumerate(tensors) if 0 < spec.nbytes <= _PACK_BELOW]
-    if len(small) < 2:
+def form_of(tensors: tuple[TensorSpec, ...], pack_below: int, inline: bool) -> Form:
+    """Groups tensors into messages: up to ``pack_below`` bytes they are packed, larger ones travel alone.
+
+    Args:
+        tensors: the description.
+        pack_below: bytes; packing costs a copy, a message its latency.
+        inline: reserve room for a header in the packed message.
+    """
+    small = [i for i, spec in enumerate(tensors) if 0 < spec.nbytes <= pack_below]
+    if len(small) < 2 and not inline:
         small = []
     alone = tuple(i for i, spec in enumerate(tensors) if spec.nbytes and i not in small)
-    offsets, end = [], 0
+    offsets, end = [], HEADER_BYTES if inline else 0
     for i in small:
         offsets.append(end)
         end += -(-tensors[i].nbytes // _ALIGN) * _ALIGN
-    return Layout(alone, tuple(small), tuple(offsets), end)
-
-
-@lru_cache(maxsize=1024)
-def message_shapes(tensors: tuple[TensorSpec, ...]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shape and dtype of every message of a spec, in the order in which they are sent."""
-    plan = layout(tensors)
-    shapes = tuple((tensors[i].shape, tensors[i].dtype) for i in plan.alone)
-    return (*shapes, ((plan.pack_bytes, ), torch.uint8)) if plan.packed else shapes
-
-
-def to_messages(values: list[torch.Tensor], tensors: tuple[TensorSpec, ...]) -> list[torch.Tensor]:
-    """Contiguous message tensors; they share memory with ``values`` where those are contiguous and large."""
-    plan = layout(tensors)
-    messages = [values[i].detach().contiguous() for i in plan.alone]
-    if plan.packed:
-        pack = torch.empty(plan.pack_bytes, dtype=torch.uint8, device=values[plan.packed[0]].device)
-        for i, offset in zip(plan.packed, plan.offsets):
-            spec = tensors[i]
-            pack[offset:offset + spec.nbytes].view(spec.dtype).view(spec.shape).copy_(values[i].detach())
-        messages.append(pack)
-    return messages
-
-
-def from_messages(messages: list[torch.Tensor], tensors: tuple[TensorSpec, ...],
-                  device: torch.device) -> list[torch.Tensor]:
-    """The tensors of a spec, sharing the messages' memory."""
-    plan = layout(tensors)
-    values: list[torch.Tensor | None] = [None] * len(tensors)
-    for i, message in zip(plan.alone, messages):
-        values[i] = message
-    for i, offset in zip(plan.packed, plan.offsets):
-        spec = tensors[i]
-        values[i] = messages[-1][offset:offset + spec.nbytes].view(spec.dtype).view(spec.shape)
-    return [torch.empty(spec.shape, dtype=spec.dtype, device=device) if value is None else value
-            for value, spec in zip(values, tensors)]
+    shapes = tuple((tensors[i].shape, tensors[i].dtype) for i in alone)
+    if end:
+        shapes = (*shapes, ((end, ), torch.uint8))
+    return Form(tensors, alone, tuple(small), tuple(offsets), inline, shapes)
 
 
 class BufferPool:
