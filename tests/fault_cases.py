@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import signal
@@ -9,7 +10,6 @@ import sys
 import time
 import traceback
 
-import deepspeed.comm.torch
 import torch
 from models import Block, batch
 from torch import nn
@@ -19,7 +19,7 @@ import ds_pipe_ext
 BOOM = "boom on purpose"
 MICRO_BATCHES = 4
 # Its start takes seconds of spinning, and ranks that are killed leave 70 MB each in /dev/shm; training does not use it.
-deepspeed.comm.torch.build_shm_op = lambda: None
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 _case: dict = {}
 _now = {"rank": -1, "step": -1, "calls": 0}
 
@@ -104,7 +104,8 @@ def build(world: int, schedule: str, micro_batches: int = MICRO_BATCHES, **confi
                                         loss_fn=FaultyLoss(), config=whole, partition_method="uniform")
     module.prepare_batch = _prepare
     made, *_ = ds_pipe_ext.initialize(model=module, model_parameters=list(module.parameters()), config=whole)
-    made.optimizer.register_step_pre_hook(lambda *a: trigger("optimizer"))
+    # ZeRO wraps the optimizer.
+    getattr(made.optimizer, "optimizer", made.optimizer).register_step_pre_hook(lambda *a: trigger("optimizer"))
     return made
 
 

@@ -73,7 +73,7 @@ def run(world, function, *args, **kwargs):
 @pytest.fixture(scope="module")
 def runs():
     """All failing runs, started side by side when the first result is asked for."""
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(5) as pool:
         yield {name: pool.submit(run, world, fault_cases.train, settings)
                for name, (world, settings, _) in FAILING.items()}
 

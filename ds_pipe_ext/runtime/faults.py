@@ -7,6 +7,7 @@ rank that is still stuck some seconds later is ended with that message, since a 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -103,6 +104,7 @@ class FaultMonitor:
         self._own = ""
         self._end_at = 0.0
         self._broken = ""
+        self._answered = False
         if self._store is not None:
             _watcher.add(self)
 
@@ -167,7 +169,12 @@ class FaultMonitor:
             self._until_read()
 
     def _report_lost(self, where: str, error: BaseException) -> None:
+        cause = error
+        if not isinstance(error, TransferError):
+            error = TransferError(f"{self.name} lost another rank in {operation(self.doing)}: {plain(cause)}", lost=True)
+            error.__cause__ = cause
         self._own = _text(error)
+        self._ask()
         # The other's message is to be the last that is shown: leave it time to be, and the launcher time to end this rank.
         deadline = time.monotonic() + _YIELD_S
         while time.monotonic() < deadline:
@@ -175,23 +182,25 @@ class FaultMonitor:
             self._first = first
             time.sleep(0.1)
         self._end_at = time.monotonic() + _UNWIND_S
-        first = self._first or self._publish(where, error)
-        if self._rank == 0 and first is not None and first["rank"] == 0:
+        first = self._first or self._publish(where, error, self._silent())
+        if self._rank == 0:
             self._until_read()
-        if not isinstance(error, TransferError):
-            readable = TransferError(f"{self.name} lost another rank in {operation(self.doing)}: {plain(error)}", lost=True)
-            self._note(readable, where, first)
-            raise readable from error
         self._note(error, where, first)
+        if error is not cause:
+            raise error
 
     def _note(self, error: BaseException, where: str, first: dict | None) -> None:
         error.add_note(f"in the pipeline: {where}")
         if first is not None and first["rank"] != self._rank:
             error.add_note(_headline(first))
 
-    def _publish(self, where: str, error: BaseException) -> dict | None:
-        """Writes this failure unless there is one; returns the first one, or None without a store."""
-        record = json.dumps({"rank": self._rank, "where": where, "error": _text(error)})
+    def _publish(self, where: str, error: BaseException, silent: list[int] = ()) -> dict | None:
+        """Writes this failure, or that of ``silent`` ranks, unless there is one; returns the first, None without a store."""
+        record = {"rank": self._rank, "where": where, "error": _text(error)}
+        if silent:
+            record = {"rank": silent[0], "where": f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}",
+                      "error": f"no answer, the process was killed or ended early (seen by {where})"}
+        record = json.dumps(record)
         with self._lock:
             if self._store is None:
                 return None
@@ -199,6 +208,25 @@ class FaultMonitor:
                 return json.loads(self._store.compare_set(self._key, "", record))
             except RuntimeError:
                 return None
+
+    def _ask(self) -> None:
+        """Roll call: a collective's error does not tell which rank has gone, but its watcher does not answer."""
+        with self._lock, contextlib.suppress(RuntimeError):
+            if self._store is not None and _reachable(self._address):
+                self._store.set(f"{self._key}/roll", "called")
+
+    def _answer(self) -> None:
+        with self._lock, contextlib.suppress(RuntimeError):
+            if self._store is not None and not self._answered and self._store.check([f"{self._key}/roll"]):
+                self._store.set(f"{self._key}/here/{self._rank}", "")
+                self._answered = True
+
+    def _silent(self) -> list[int]:
+        with self._lock, contextlib.suppress(RuntimeError):
+            if self._store is not None and _reachable(self._address):
+                return [rank for rank in range(dist.get_world_size())
+                        if rank != self._rank and not self._store.check([f"{self._key}/here/{rank}"])]
+        return []
 
     def _until_read(self) -> None:
         deadline = time.monotonic() + _READ_S
@@ -232,6 +260,8 @@ class FaultMonitor:
     def _look(self, interrupted_at: float) -> None:
         """One look at the store and at the clock; ends the process if it is stuck."""
         now, call = time.monotonic(), self._call
+        if _reachable(self._address):
+            self._answer()
         if self._own:
             if self._end_at and now > self._end_at:
                 self._end(f"did not end by itself after {self._own}", 1)

@@ -147,7 +147,8 @@ class Links:
         changed = spec is not state.spec
         inline = state.ahead and self._inline
         blob = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8) if changed else None
-        header = torch.tensor([_CHANGED if changed else _SAME, mb, 0 if blob is None else blob.numel(), self._digest | stage, *_PADDING])
+        header = torch.tensor([_CHANGED if changed else _SAME, mb, 0 if blob is None else blob.numel(),
+                               self._digest | stage, *_PADDING])
         if not inline:
             self._send(self._host, header, peer, stage, _HEADER, what)
         if changed:
