@@ -95,7 +95,8 @@ def test_one_rank_fails(runs, name):
             continue
         end = tail(logs[rank])
         if not (rank == failing and settings.get("alive")):
-            assert after[rank] < PROMISED_S, shown
+            # A living peer does not close its connection: nothing but the watcher ends this rank.
+            assert after[rank] < (fault_cases.ALIVE_S if settings.get("alive") else PROMISED_S), shown
         if name in OTHER_PLAN:
             continue
         if rank != failing:
@@ -126,22 +127,20 @@ def test_users_own_process_group_over_a_file(tmp_path):
     world, settings, error = case(2, "forward", 0, 1, alive=True)
     codes, _, logs, after = run(world, fault_cases.file_store, str(tmp_path / "store"), settings, init=False)
     assert all(codes), logs
-    assert after[1] < PROMISED_S and error in tail(logs[1]) and "rank 0" in tail(logs[1])
+    assert after[1] < fault_cases.ALIVE_S and error in tail(logs[1]) and "rank 0" in tail(logs[1])
 
 
 @pytest.mark.parametrize("world,config_of,said", [
     (2, {1: {"schedule": "gpipe"}}, ["pipeline.schedule", '"1f1b" on rank 0', '"gpipe" on rank 1', "digest"]),
     (3, {1: {"micro_batches": 8}}, ["gradient_accumulation_steps is 4 on ranks 0, 2 but 8 on rank 1"]),
     (2, {0: {"schedule": None}}, ["pipeline.schedule", '"1f1b" on rank 1']),
-    (2, {1: {"pipeline": {"schedule": "1f1b", "partition": [0, 1, 4]}}}, ["pipeline.partition", "on rank 0", "on rank 1"]),
+    (2, {1: {"pipeline": {"schedule": "1f1b", "partition": [0, 1, 4]}}}, ["pipeline.partition", "[0, 1, 4]"]),
     (2, {0: {"pipeline": {"schedule": "1f1b", "p2p_group": 1}}}, ["p2p_group"]),
     (2, {1: {"train_batch_size": 7}}, ["train_batch_size"]),
 ])
 def test_ranks_that_do_not_agree(world, config_of, said):
     codes, results, logs, _ = run(world, fault_cases.disagree, config_of)
     for rank in range(world):
-        if config_of.get(rank, {}).get("schedule", "") is None:
-            continue
         assert codes[rank] in (0, 1), logs
         text, seconds = results[rank]
         assert all(part in text for part in said), (rank, text)

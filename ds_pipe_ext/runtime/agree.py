@@ -53,11 +53,6 @@ class Start:
         if problems := differences(rows):
             raise ValueError(f"the ranks do not agree: {'; '.join(problems)}")
 
-    def announce(self, wanted: dict) -> None:
-        """Tells the others without waiting for them."""
-        if (store := own_connection()) is not None:
-            self._tell(store, {"wanted": wanted})
-
     def refuse(self, error: BaseException) -> None:
         """Tells ranks that wait in :meth:`agree`, or will, that this one does not come."""
         # After an agreement the others wait in the next one.

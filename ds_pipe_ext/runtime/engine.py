@@ -69,6 +69,7 @@ class PlanEngine(PipelineEngine):
     def __init__(self, pipe_config: PipeConfig, *args, **kwargs):
         self.pipe_config = pipe_config
         self._links: Links | None = None
+        self._own_groups: set = set()
         self._faults = FaultMonitor(dist.get_rank(), getattr(kwargs.get("model"), "stage_id", 0))
         with self._faults.watching("the start of the engine", step=False):
             self._start(pipe_config, *args, **kwargs)
@@ -110,6 +111,7 @@ class PlanEngine(PipelineEngine):
             host = torch_dist.new_group(ranks, backend="gloo")
             if self.global_rank in ranks:
                 to_next, to_prev, self.host_group = first, second, host
+                self._own_groups = {first, second, host}
         peers = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
         return Links(torch.device(self.device), peers, self.stage_id, to_next, to_prev, self.host_group)
 
@@ -499,6 +501,10 @@ class PlanEngine(PipelineEngine):
             faults.stop()
         if self.__dict__.get("_split"):
             self._split.detach()
+        # Every gloo group keeps threads that wake a hundred times a second.
+        groups, self._own_groups = self.__dict__.get("_own_groups", ()), set()
+        for group in groups if torch_dist.is_initialized() else ():
+            torch_dist.destroy_process_group(group)
         super().destroy()
 
 

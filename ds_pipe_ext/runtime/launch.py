@@ -32,12 +32,11 @@ class _EngineSwitch(type(UpstreamEngine)):
     def __call__(cls, *args, config=None, model=None, **kwargs):
         with agree.starting() as start:
             pipe_config = read_config(config)
-            if not pipe_config.active:
-                # The other ranks may have a schedule: they refuse then, and upstream's engine is not held up here.
-                start.announce(agree.wanted_by(pipe_config, config, model))
-                return UpstreamEngine(*args, config=config, model=model, **kwargs)
-            check_module(pipe_config, model)
+            if pipe_config.active:
+                check_module(pipe_config, model)
             start.agree(agree.wanted_by(pipe_config, config, model))
+        if not pipe_config.active:
+            return UpstreamEngine(*args, config=config, model=model, **kwargs)
         if "config_class" in kwargs:
             drop_missing_tracker(kwargs["config_class"].monitor_config)
         return PlanEngine(pipe_config, *args, config=config, model=model, **kwargs)
