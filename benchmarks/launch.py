@@ -60,6 +60,9 @@ def _child(target, rank, world, folder, patience, reports, args):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world,
                                 timeout=datetime.timedelta(seconds=patience))
         deepspeed.init_distributed("gloo", verbose=False)
+        from ds_pipe_ext.runtime.guards import unlink_shared_buffers
+
+        unlink_shared_buffers()
         result = target(context, *args)
         with open(os.path.join(folder, f"{rank}.json"), "w", encoding="utf-8") as file:
             json.dump(result, file)

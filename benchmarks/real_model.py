@@ -9,7 +9,7 @@ median is reported.
 
 The predicted gain comes from the simulator. F, I, W and the full backward of each stage and the optimizer step are timed in the
 same run, on all ranks at once; stock is predicted with its full backward, ours with the split one. The achieved share is
-(1 - measured ratio) / (1 - predicted ratio), given where a gain is predicted.
+(measured ratio - 1) / (predicted ratio - 1), given where a gain is predicted; ratios are speeds: stock's step time over ours.
 
 Gradient clipping is off (DeepSpeed's default is 1.0): upstream clips by the first stage's norm alone, ours by the true one.
 
@@ -184,20 +184,20 @@ def rows_of(options: dict, ranks: list[dict]) -> list[dict]:
 
         m, step = entry["microbatches"], {name: seconds(name) for name in (SAME, OURS, OWN)}
         median = {name: statistics.median(values) for name, values in step.items()}
-        ratio = {name: statistics.median(a / b for a, b in zip(step[OURS], step[name])) for name in (SAME, OWN)}
+        ratio = {name: statistics.median(b / a for a, b in zip(step[OURS], step[name])) for name in (SAME, OWN)}
         stock_s, ours_s = predict(costs, entry["schedule"], m, options["hop_ms"] / 1000)
-        predicted = ours_s / stock_s
-        gain = 1 - predicted
+        predicted = stock_s / ours_s
+        gain = predicted - 1
         losses = entry["losses"]
         rows.append({
             "schedule": entry["schedule"], "microbatches": m, "ranks": options["ranks"], "tokens": options["tokens"],
             "boundaries": entry["parts"][SAME], "step_s": median[OURS], "stock_step_s": median[SAME],
             "tokens_per_s": m * options["tokens"] / median[OURS],
             "stock_tokens_per_s": m * options["tokens"] / median[SAME],
-            "ratio_to_stock": ratio[SAME], "pair_ratios": [a / b for a, b in zip(step[OURS], step[SAME])],
+            "ratio_to_stock": ratio[SAME], "pair_ratios": [b / a for a, b in zip(step[OURS], step[SAME])],
             "stock_parameters_boundaries": entry["parts"][OWN], "stock_parameters_step_s": median[OWN],
             "ratio_to_stock_parameters": ratio[OWN], "predicted_stock_s": stock_s, "predicted_s": ours_s,
-            "predicted_ratio": predicted, "achieved_share": (1 - ratio[SAME]) / gain if gain > 0.005 else None,
+            "predicted_ratio": predicted, "achieved_share": (ratio[SAME] - 1) / gain if gain > 0.005 else None,
             "losses_equal": losses[OURS] == losses[SAME],
             "loss_difference": max((abs(a - b) / abs(b) for a, b in zip(losses[OURS], losses[SAME])), default=0.0),
             "losses": losses[OURS], "stock_losses": losses[SAME],
@@ -227,7 +227,7 @@ def show(rows: list[dict], costs: list[dict], console: Console) -> None:
     console.print(table)
     table = Table(title=f"boundaries {rows[0]['boundaries']}; stock's own {rows[0]['stock_parameters_boundaries']}",
                   box=box.SIMPLE)
-    for column in ("schedule", "m", "tokens/s", "stock", "/ stock", "/ own split", "predicted", "share", "losses"):
+    for column in ("schedule", "m", "tokens/s", "stock", "x stock", "x own split", "predicted", "share", "losses"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         share = row["achieved_share"]

@@ -11,6 +11,7 @@ isolated: a barrier before each step; from the first start to the last rank's en
 steady:   consecutive steps without a barrier; total time / steps.
 
 `bare replay` runs the same lowered program with sleeps and plain isend/irecv: what an engine could reach here.
+`ratio_to_stock` is a speed: stock's step time over this one, above 1 is faster. The other two ratios are times.
 `simulated_s` is the plan's simulated time for as many steps, without any delay of communication.
 
 Exit status: 0 if every system did its work (counts, order and duration of the sleeps; finite losses), else 1.
@@ -115,7 +116,7 @@ def rows_of(options: dict, ranks: list[dict]) -> list[dict]:
         medians = {key: statistics.median(values) for key, values in samples.items()}
 
         def ratio(key: str, other: str) -> float | None:
-            if other not in samples:
+            if key not in samples or other not in samples:
                 return None
             return statistics.median(a / b for a, b in zip(samples[key], samples[other]))
 
@@ -130,7 +131,7 @@ def rows_of(options: dict, ranks: list[dict]) -> list[dict]:
             losses = next((rank["losses"][key] for rank in ranks if rank["losses"][key]), [])
             rows.append({
                 "system": name, "schedule": schedule, "ranks": setting.ranks, "microbatches": setting.microbatches,
-                "mode": mode, "step_s": medians[key], "ratio_to_stock": ratio(key, f"{systems.STOCK}:1f1b"),
+                "mode": mode, "step_s": medians[key], "ratio_to_stock": ratio(f"{systems.STOCK}:1f1b", key),
                 "simulated_s": simulated, "executed_over_simulated": medians[key] / simulated if simulated else None,
                 "executed_over_replay": ratio(key, f"{systems.REPLAY}:{schedule}") if name == systems.OURS else None,
                 "work_s": max(work), "work_s_min": min(work),
@@ -165,7 +166,7 @@ def show(rows: list[dict], console: Console) -> None:
     for mode in dict.fromkeys(row["mode"] for row in rows):
         table = Table(title=f"{mode}: p = {rows[0]['ranks']}, m = {rows[0]['microbatches']}", box=box.SIMPLE)
         table.add_column("system and schedule", no_wrap=True)
-        for column in ("step s", "/ stock", "simulated", "/ sim.", "/ replay", "work s"):
+        for column in ("step s", "x stock", "simulated", "/ sim.", "/ replay", "work s"):
             table.add_column(column, justify="right", no_wrap=True)
         for row in (row for row in rows if row["mode"] == mode):
             cells = [(row["step_s"], 4), (row["ratio_to_stock"], 3), (row["simulated_s"], 4),

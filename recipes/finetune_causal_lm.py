@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--held-out", type=Path, nargs="+", metavar="FILE",
                         help="text files to evaluate on (default: every tenth of --data, or the last tenth of one file)")
     parser.add_argument("--sequence-length", type=int, default=128, metavar="TOKENS")
-    parser.add_argument("--steps", type=int, default=24, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--eval-micro-batches", type=int, default=16, metavar="N", help="held-out ones, of each replica")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetuned"), metavar="DIR")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the data")

@@ -48,6 +48,9 @@ def _enter(rank: int, world: int, port: int, folder: str, payload: bytes, limit:
             import deepspeed
 
             deepspeed.init_distributed("gloo", verbose=False)
+            from ds_pipe_ext.runtime.guards import unlink_shared_buffers
+
+            unlink_shared_buffers()  # for runs with upstream's engine too
         result = function(rank, world, *args)
         (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))
         if init:
@@ -107,6 +110,9 @@ def run_raw(function, world: int, *args, limit: float = 240.0, init: bool = True
                 os.kill(process.pid, signal.SIGKILL)
             process.join()
             ended[r] = ended[r] or time.monotonic() - started
+        # DeepSpeed's shared-memory op leaves 69 MB for every rank that did not clean up.
+        for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            segment.unlink()
         logs, results = [], []
         for r in range(world):
             log, result = Path(folder) / f"rank{r}.log", Path(folder) / f"rank{r}.pkl"

@@ -404,17 +404,21 @@ class PlanEngine(PipelineEngine):
     def _aggregate_total_loss(self):
         """Upstream's mean loss; it travels in the step's one gather instead of a broadcast of its own."""
         if self.total_additional_losses is not None or self.module.get_additional_losses() is not None:
-            self._meter.gather(float("nan"), float("nan"))
+            self._meter.gather(*(float("nan"), ) * 3)
             return super()._aggregate_total_loss()
-        own = agg = None
+        values = (float("nan"), ) * 3
         if self.is_last_stage():
-            own = self._scale_loss_by_gas(self.total_loss).detach().float()
+            own = self._scale_loss_by_gas(self.total_loss).detach()
+            # Upstream reports fp32; a float64 model keeps its digits.
+            own = own if own.dtype is torch.float64 else own.float()
             agg = own.clone()
             if self.is_data_parallel:
                 dist.all_reduce(agg, group=self.mpu.get_data_parallel_group())
                 agg /= self.dp_world_size
-        losses = self._meter.gather(*((float("nan"), ) * 2 if own is None else (own.item(), agg.item())))
-        self.dp_group_loss, agg_loss = (torch.tensor(value, device=self.device) for value in losses)
+            values = (own.item(), agg.item(), float(own.dtype is torch.float64))
+        own, agg, double = self._meter.gather(*values)
+        dtype = torch.float64 if double else torch.float32
+        self.dp_group_loss, agg_loss = (torch.tensor(value, dtype=dtype, device=self.device) for value in (own, agg))
         return agg_loss
 
     def clip_fp32_gradients(self):

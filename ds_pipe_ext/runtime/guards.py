@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from importlib.util import find_spec
 
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
@@ -31,3 +34,18 @@ def check_build_locks() -> None:
         if get_accelerator().device_name() == "cpu" and "deepspeed_shm_comm" in finding.found:
             raise RuntimeError(message)
         logger.warning(message)
+
+
+def unlink_shared_buffers() -> None:
+    """Removes the name of this rank's shared-memory buffer, so that the memory goes when the run ends, however it ends.
+
+    On CPUs DeepSpeed maps 66 MiB a rank under a name made of the master port and removes it never: a machine that starts
+    many runs fills up. Collective over all ranks; every rank has mapped all buffers once the process group is there.
+    """
+    if get_accelerator().device_name() != "cpu" or not dist.is_initialized():
+        return
+    dist.barrier()
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{dist.get_rank()}"
+    with contextlib.suppress(OSError):
+        os.unlink(f"/dev/shm/{name}")

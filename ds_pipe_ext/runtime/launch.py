@@ -15,7 +15,7 @@ from ..config import PipeConfig, count_microbatches, load, read_config
 from ..doctor import requirements
 from . import agree
 from .engine import PlanEngine
-from .guards import drop_missing_tracker
+from .guards import drop_missing_tracker, unlink_shared_buffers
 from .module import PipelineModule
 
 
@@ -39,6 +39,7 @@ class _EngineSwitch(type(UpstreamEngine)):
             return UpstreamEngine(*args, config=config, model=model, **kwargs)
         if "config_class" in kwargs:
             drop_missing_tracker(kwargs["config_class"].monitor_config)
+        unlink_shared_buffers()
         return PlanEngine(pipe_config, *args, config=config, model=model, **kwargs)
 
     def __instancecheck__(cls, instance):

@@ -14,7 +14,7 @@ from ..plan.simulate import Costs, simulate
 
 #: one number of each per rank, in this order, in the step's single gather
 _FIELDS = ("compute_s", "wait_s", "pipeline_s", "step_s", "samples", "tokens", "peak_activation_bytes", "in_flight",
-           "squared_norm", "forward_s", "input_grad_s", "weight_grad_s", "loss", "mean_loss")
+           "squared_norm", "forward_s", "input_grad_s", "weight_grad_s", "loss", "mean_loss", "double")
 _SAMPLE_EVERY = 50
 #: plans larger than this are not simulated after every step
 _SIMULATE_BELOW = 20_000
@@ -125,14 +125,15 @@ class Meter:
         """Ends the instructions of a step."""
         self._end = self._clock.now()
 
-    def gather(self, loss: float, mean_loss: float) -> tuple[float, float]:
+    def gather(self, loss: float, mean_loss: float, double: float) -> tuple[float, float, float]:
         """Gathers the numbers of a training step over the pipeline, the one collective of a step.
 
         Args:
             loss, mean_loss: of this replica and of all replicas, on the rank that computes the loss.
+            double: 1.0 if the loss is float64.
 
         Returns:
-            ``(loss, mean_loss)`` of the rank that computes the loss.
+            The three numbers of the rank that computes the loss.
         """
         self._clock.settle(self._end)
         between = self._clock.between
@@ -144,7 +145,7 @@ class Meter:
         row = [sum(map(sum, by_kind.values())), sum(between(*pair) for pair in self._idle),
                between(self._start, self._pipeline_end), between(self._start, self._end), self._samples, self._tokens,
                self._peak, self._most_in_flight, self._squared_norm, mean.get("F", 0.0),
-               mean.get("I", mean.get("B", 0.0)), mean.get("W", 0.0), loss, mean_loss]
+               mean.get("I", mean.get("B", 0.0)), mean.get("W", 0.0), loss, mean_loss, double]
         engine = self._engine
         if engine.is_pipe_parallel:
             own = torch.tensor(row, dtype=torch.float64)
@@ -161,7 +162,7 @@ class Meter:
         if engine.monitor.enabled and engine.global_rank == 0:
             engine.monitor.write_events(self.events())
         source = self._gathered[engine.plan.placement[-1]]
-        return source[-2], source[-1]
+        return tuple(source[-3:])
 
     def report(self) -> dict:
         """The last training step as plain data.
