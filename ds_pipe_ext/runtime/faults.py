@@ -30,9 +30,11 @@ _POLL_S = 0.5
 _GRACE_S = 8.0
 _GRACE_OUTSIDE_S = 15.0
 #: how long a secondary failure waits, so that the first one's message is the last that a launcher shows
-_YIELD_S = 3.0
+_YIELD_S = 6.0
+#: how long a roll call takes: every watcher looks several times
+_ROLL_S = 2.0
 #: how long a process may go on after a failure that another rank caused
-_UNWIND_S = 15.0
+_UNWIND_S = 10.0
 #: how long rank 0, whose exit may take the store along, waits until the others have read what it wrote
 _READ_S = 2.5
 #: how long an interrupt may stay without effect because the main thread is blocked
@@ -176,16 +178,15 @@ class FaultMonitor:
         self._own = _text(error)
         self._ask()
         # The other's message is to be the last that is shown: leave it time to be, and the launcher time to end this rank.
-        deadline = time.monotonic() + _YIELD_S
-        while time.monotonic() < deadline:
-            first = self._first or self._read()
-            self._first = first
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < _YIELD_S:
+            self._first = self._first or self._read()
+            if self._first is None and waited > _ROLL_S:
+                # Early, so that those who wait for this rank do not have to wait until it ends.
+                self._first = self._publish(where, error, self._silent()) or _STORE_GONE
             time.sleep(0.1)
         self._end_at = time.monotonic() + _UNWIND_S
-        first = self._first or self._publish(where, error, self._silent())
-        if self._rank == 0:
-            self._until_read()
-        self._note(error, where, first)
+        self._note(error, where, self._first)
         if error is not cause:
             raise error
 
