@@ -104,16 +104,21 @@ class PlanEngine(PipelineEngine):
 
     def _make_links(self) -> Links:
         two = self.pipe_config.p2p_groups == 2
-        # Every rank takes part in making every group, in the same order.
-        for ranks in self.grid.pipe_groups:
-            first = torch_dist.new_group(ranks)
-            second = torch_dist.new_group(ranks) if two else first
-            host = torch_dist.new_group(ranks, backend="gloo")
-            if self.global_rank in ranks:
-                to_next, to_prev, self.host_group = first, second, host
-                self._own_groups = {first, second, host}
+        own = self.grid.pp_proc_group
+        if torch_dist.get_backend(own) == "gloo":
+            # gloo tells messages apart by tag, and every further group would keep threads that wake a hundred times a second.
+            groups = (own, own, own)
+        else:
+            # Every rank takes part in making every group, in the same order.
+            for ranks in self.grid.pipe_groups:
+                first = torch_dist.new_group(ranks)
+                made = (first, torch_dist.new_group(ranks) if two else first, torch_dist.new_group(ranks, backend="gloo"))
+                if self.global_rank in ranks:
+                    groups = made
+                    self._own_groups = set(made)
+        self.host_group = groups[2]
         peers = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
-        return Links(torch.device(self.device), peers, self.stage_id, to_next, to_prev, self.host_group)
+        return Links(torch.device(self.device), peers, self.stage_id, *groups, hoisted=two)
 
     def _configure_basic_optimizer(self, model_parameters):
         parameters = list(model_parameters or [])

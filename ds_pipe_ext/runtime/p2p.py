@@ -88,12 +88,12 @@ class Links:
         device: where activations live.
         peers: global rank of every pipeline rank.
         rank: own pipeline rank.
-        to_next, to_prev: process groups for messages to higher and to lower ranks; the same one twice keeps every
-            receive at its place in the programs' global order.
+        to_next, to_prev: process groups for messages to higher and to lower ranks.
         host: a gloo group of the same ranks, for headers.
+        hoisted: the programs post receives ahead of the global order, so to_next and to_prev must be two groups, or gloo.
     """
 
-    def __init__(self, device, peers, rank, to_next, to_prev, host):
+    def __init__(self, device, peers, rank, to_next, to_prev, host, hoisted):
         self._device = device
         self._rank = rank
         #: how messages call a pipeline rank
@@ -101,7 +101,7 @@ class Links:
         self._groups = (to_next, to_prev)
         self._host = host
         self._peers = {group: [dist.get_group_rank(group, peer) for peer in peers] for group in (to_next, to_prev, host)}
-        self._hoisted = to_next is not to_prev
+        self._hoisted = hoisted
         # Only gloo tells messages of one pair apart by tag, which headers inside messages rely on.
         self._inline = dist.get_backend(to_next) == "gloo"
         self._pack_below = _PACK_BELOW_GLOO if self._inline else _PACK_BELOW
