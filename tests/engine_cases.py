@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import ranks
 import torch
@@ -10,15 +12,25 @@ from models import Reference, batch, layers, stage_state
 
 import ds_pipe_ext
 
+#: engines made here that may still be in use
+_live: list[weakref.ref] = []
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 
 
-def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None, stages=None, boundaries=None, **config):
-    """An engine over a test model; ``schedule`` None means upstream's own."""
-    pipeline = {"schedule": schedule} if schedule else {}
+def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None, stages=None, boundaries=None, module=None,
+           pipeline=None, **config):
+    """An engine over a test model; ``schedule`` None means upstream's own.
+
+    ``kind`` is what :func:`models.layers` takes, or its result; ``module`` are further arguments of the module.
+    """
+    gc.collect()
+    if all(known() is None or known().__dict__.get("over") for known in _live):
+        _live.clear()
+        ranks.drop_groups()
+    pipeline = {**({"schedule": schedule} if schedule else {}), **(pipeline or {})}
     if boundaries:
         pipeline["partition"] = boundaries
-    specs, loss_fn = layers(kind, count, dtype)
+    specs, loss_fn = layers(kind, count, dtype) if isinstance(kind, str) else kind
     whole = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": m,
@@ -29,10 +41,21 @@ def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None,
         "pipeline": pipeline,
         **config,
     }
-    module = ds_pipe_ext.PipelineModule(specs, num_stages=stages or world, loss_fn=loss_fn, config=whole,
-                                        partition_method=None if boundaries else "uniform")
+    module = {} if module is None else module
+    if "topology" not in module:
+        module = {"num_stages": stages or world, **module}
+    module = ds_pipe_ext.PipelineModule(specs, loss_fn=loss_fn, config=whole,
+                                        partition_method=None if boundaries else "uniform", **module)
     made, *_ = ds_pipe_ext.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad],
                                       config=whole)
+    _live.append(weakref.ref(made))
+    destroy = made.destroy
+
+    def destroy_and_mark():
+        destroy()
+        made.__dict__["over"] = True
+
+    made.__dict__["destroy"] = destroy_and_mark
     return made
 
 
@@ -57,8 +80,6 @@ def parity_with_stock(rank, world, m):
             losses = [made.train_batch(data).item() for _ in range(6)]
             result[kind, schedule] = (type(made).__name__, losses, stage_state(made.module))
             made.destroy()
-            del made
-            ranks.drop_groups()
     return result
 
 
@@ -76,6 +97,4 @@ def parity_with_one_process(rank, world, schedule):
             expected = reference.step(batches)
             result.append(((kind, count, m), abs(loss - expected), worst(stage_state(made.module), reference.state())))
         made.destroy()
-        del made
-        ranks.drop_groups()
     return result
