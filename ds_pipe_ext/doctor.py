@@ -95,7 +95,8 @@ def accelerator(timeout: float = 120.0) -> Finding:
 
 def build_locks() -> list[Finding]:
     """Lock files that a killed build of a C++ operator left behind: every later run waits for them without a word."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
     stale = []
     for lock in sorted(root.rglob("lock")):
         try:

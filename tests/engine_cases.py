@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
+import ranks
 import torch
 from models import Reference, batch, layers, stage_state
 
 import ds_pipe_ext
 
+#: engines made here that may still be in use
+_live: list[weakref.ref] = []
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 
 
@@ -18,6 +23,10 @@ def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None,
 
     ``kind`` is what :func:`models.layers` takes, or its result; ``module`` are further arguments of the module.
     """
+    gc.collect()
+    if all(known() is None or known().__dict__.get("over") for known in _live):
+        _live.clear()
+        ranks.drop_groups()
     pipeline = {**({"schedule": schedule} if schedule else {}), **(pipeline or {})}
     if boundaries:
         pipeline["partition"] = boundaries
@@ -39,6 +48,14 @@ def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None,
                                         partition_method=None if boundaries else "uniform", **module)
     made, *_ = ds_pipe_ext.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad],
                                       config=whole)
+    _live.append(weakref.ref(made))
+    destroy = made.destroy
+
+    def destroy_and_mark():
+        destroy()
+        made.__dict__["over"] = True
+
+    made.__dict__["destroy"] = destroy_and_mark
     return made
 
 

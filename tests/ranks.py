@@ -65,6 +65,8 @@ def _enter(rank: int, world: int, port: int, folder: str, payload: bytes, limit:
         import torch
 
         torch.set_num_threads(1)
+        # Before communication starts: the function's module may prepare it.
+        function, args = pickle.loads(payload)
         if init:
             import deepspeed
 
@@ -72,7 +74,6 @@ def _enter(rank: int, world: int, port: int, folder: str, payload: bytes, limit:
             from ds_pipe_ext.runtime.guards import unlink_shared_buffers
 
             unlink_shared_buffers()  # for runs with upstream's engine too
-        function, args = pickle.loads(payload)
         result = function(rank, world, *args)
         (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))
         if init:
@@ -102,9 +103,14 @@ def run(function, world: int, *args, limit: float = 240.0, init: bool = True) ->
     return results
 
 
-def run_raw(function, world: int, *args, limit: float = 240.0, init: bool = True):
-    """As :func:`run`, but returns ``(exit codes, results, logs, seconds)`` without judging; -9 = killed at the limit."""
-    context = mp.get_context("spawn")
+def run_raw(function, world: int, *args, limit: float = 240.0, init: bool = True, method: str = "spawn"):
+    """As :func:`run`, but returns ``(exit codes, results, logs, seconds)`` without judging; -9 = killed at the limit.
+
+    ``method`` is how the processes start; ``"forkserver"`` imports torch and DeepSpeed once for many short runs.
+    """
+    context = mp.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["torch", "deepspeed"])
     payload = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()

@@ -73,6 +73,12 @@ class PlanEngine(PipelineEngine):
     def __init__(self, pipe_config: PipeConfig, *args, **kwargs):
         self.pipe_config = pipe_config
         self._links: Links | None = None
+        self._own_groups: set = set()
+        self._faults = FaultMonitor(dist.get_rank(), getattr(kwargs.get("model"), "stage_id", 0))
+        with self._faults.watching("the start of the engine", step=False):
+            self._start(pipe_config, *args, **kwargs)
+
+    def _start(self, pipe_config, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._schedules: dict[tuple, ins.PlanSchedule] = {}
         self._slots: dict[tuple[int, int], _MicroBatch] = {}
@@ -80,7 +86,7 @@ class PlanEngine(PipelineEngine):
         self._read = 0
         self._evaluating = False
         self._logits: list = []
-        self._links = self._make_links() if self.is_pipe_parallel else None
+        self._links = self._faults.links = self._make_links() if self.is_pipe_parallel else None
         self.plan = pipe_config.plan(self.num_stages, self.micro_batches)
         self._split = None
         if splits_backward(self.plan):
@@ -91,7 +97,6 @@ class PlanEngine(PipelineEngine):
             self.module_forward_pre_hook.remove()
             self.module_forward_post_hook.remove()
         self._meter = Meter(self)
-        self._faults = FaultMonitor(self.global_rank, self.stage_id, self._links)
         track_plan(self)
 
     def _needs_no_hooks(self) -> bool:
@@ -103,16 +108,23 @@ class PlanEngine(PipelineEngine):
 
     def _make_links(self) -> Links:
         two = self.pipe_config.p2p_groups == 2
-        # Every rank takes part in making every group, in the same order.
-        for ranks in self.grid.pipe_groups:
-            first = torch_dist.new_group(ranks)
-            second = torch_dist.new_group(ranks) if two else first
-            host = torch_dist.new_group(ranks, backend="gloo")
-            if self.global_rank in ranks:
-                to_next, to_prev, self.host_group = first, second, host
+        own = self.grid.pp_proc_group
+        if torch_dist.get_backend(own) == "gloo":
+            # gloo tells messages apart by tag, and every further group would keep threads that wake a hundred times a second.
+            groups = (own, own, own)
+        else:
+            # Every rank takes part in making every group, in the same order.
+            for ranks in self.grid.pipe_groups:
+                first = torch_dist.new_group(ranks)
+                made = (first, torch_dist.new_group(ranks) if two else first, torch_dist.new_group(ranks, backend="gloo"))
+                if self.global_rank in ranks:
+                    groups = made
+                    self._own_groups = set(made)
+        self.host_group = groups[2]
         peers = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
-        return Links(torch.device(self.device), peers, self.stage_id, to_next, to_prev, self.host_group,
-                     slices(self, self.pipe_config.pipe_partitioned), slices(self, self.pipe_config.grad_partitioned))
+        return Links(torch.device(self.device), peers, self.stage_id, *groups, hoisted=two,
+                     acts=slices(self, self.pipe_config.pipe_partitioned),
+                     grads=slices(self, self.pipe_config.grad_partitioned))
 
     def _configure_basic_optimizer(self, model_parameters):
         parameters = list(model_parameters or [])
@@ -151,16 +163,17 @@ class PlanEngine(PipelineEngine):
         self._read = 0
         self.fwd_outputs = []
         if self._links:
-            self._links.begin("train" if pipe_schedule.backward else "eval")
+            self._links.begin("train" if pipe_schedule.backward else "eval", pipe_schedule.digest)
         self._meter.begin(pipe_schedule)
-        cmd = None
+        faults = self._faults
         try:
             for cmd in pipe_schedule.instructions:
+                faults.doing = cmd
                 self._INSTRUCTION_MAP[type(cmd)](self, cmd.instr)
             if self._links:
                 self._links.end()
-        except BaseException as error:
-            self._faults.report(error, cmd)
+            faults.doing = "the end of the step (gather of losses and measurements)"
+        except BaseException:
             if self._split:
                 self._split.discard()
             raise
@@ -392,6 +405,21 @@ class PlanEngine(PipelineEngine):
 
     # -------------------------------------------------------------------------------------------------- training
 
+    def train_batch(self, data_iter=None):
+        """As upstream's; a failure on any rank ends it on all: see :mod:`.faults`."""
+        with self._faults.watching("train_batch"):
+            return super().train_batch(data_iter)
+
+    def save_checkpoint(self, *args, **kwargs):
+        """As upstream's; a failure on any rank is told to all."""
+        with self._faults.watching("save_checkpoint", step=False):
+            return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args, **kwargs):
+        """As upstream's; a failure on any rank is told to all."""
+        with self._faults.watching("load_checkpoint", step=False):
+            return super().load_checkpoint(*args, **kwargs)
+
     def _aggregate_total_loss(self):
         """Upstream's mean loss; it travels in the step's one gather instead of a broadcast of its own."""
         if self.total_additional_losses is not None or self.module.get_additional_losses() is not None:
@@ -451,6 +479,10 @@ class PlanEngine(PipelineEngine):
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         if micro_batches < 1:
             raise ValueError(f"num_micro_batches must be at least 1, got {micro_batches}")
+        with self._faults.watching("eval_batch"):
+            return self._eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, micro_batches)
+
+    def _eval_batch(self, data_iter, return_logits, compute_loss, reduce_output, bcast_loss, micro_batches):
         schedule = self._inference_schedule(micro_batches)
         kept = {name: getattr(self, name) for name in ("data_iterator", "training_dataloader", "loss", "total_loss",
                                                        "total_additional_losses", "fwd_outputs")
@@ -488,9 +520,15 @@ class PlanEngine(PipelineEngine):
         return self._meter.report()
 
     def destroy(self):
-        self._faults.stop()
-        if self._split:
+        # __del__ comes here even if __init__ did not get far.
+        if (faults := self.__dict__.get("_faults")) is not None:
+            faults.stop()
+        if self.__dict__.get("_split"):
             self._split.detach()
+        # Every gloo group keeps threads that wake a hundred times a second.
+        groups, self._own_groups = self.__dict__.get("_own_groups", ()), set()
+        for group in groups if torch_dist.is_initialized() else ():
+            torch_dist.destroy_process_group(group)
         super().destroy()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 from deepspeed.runtime.pipe import schedule as upstream
 
 from ..plan.lower import (LOAD, RECV_ACT, RECV_GRAD, REDUCE, REDUCE_TIED, SEND_ACT, SEND_GRAD, STEP, Instr, Program)
@@ -90,6 +92,8 @@ class PlanSchedule(upstream.PipeSchedule):
         self.program = program
         self.name = name
         self.backward = backward
+        #: what both ends of a transfer must agree on, as 31 bits
+        self.digest = zlib.crc32(f"{name} {ranks} {microbatches} {backward}".encode()) >> 1
         self.instructions = [BY_KIND[instr.kind](instr) for instr in program.instrs]
 
     def steps(self):

@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as UpstreamEngine
 
 from ..config import PipeConfig, count_microbatches, load, read_config
 from ..doctor import requirements
+from . import agree
 from .engine import PlanEngine
 from .guards import drop_missing_tracker, unlink_shared_buffers
 from .module import PipelineModule
@@ -29,10 +30,13 @@ class _EngineSwitch(type(UpstreamEngine)):
     """Makes calling the class choose: our engine if the JSON names a schedule, else upstream's own."""
 
     def __call__(cls, *args, config=None, model=None, **kwargs):
-        pipe_config = read_config(config)
+        with agree.starting() as start:
+            pipe_config = read_config(config)
+            if pipe_config.active:
+                check_module(pipe_config, model)
+            start.agree(agree.wanted_by(pipe_config, config, model))
         if not pipe_config.active:
             return UpstreamEngine(*args, config=config, model=model, **kwargs)
-        check_module(pipe_config, model)
         if "config_class" in kwargs:
             drop_missing_tracker(kwargs["config_class"].monitor_config)
         unlink_shared_buffers()
@@ -88,11 +92,12 @@ def initialize(args=None, model=None, *positional, config=None, config_params=No
     _check_deepspeed()
     source = _config_of(args, config, config_params)
     if source is not None:
-        pipe_config = read_config(source)
-        if pipe_config.active:
-            check_module(pipe_config, model)
-            replicas = model.topology().get_dim("data") or 1
-            pipe_config.plan(model.num_stages, count_microbatches(load(source), replicas))
+        with agree.starting():
+            pipe_config = read_config(source)
+            if pipe_config.active:
+                check_module(pipe_config, model)
+                replicas = model.topology().get_dim("data") or 1
+                pipe_config.plan(model.num_stages, count_microbatches(load(source), replicas))
     with _switched():
         return deepspeed.initialize(args, model, *positional, config=config, config_params=config_params, **kwargs)
 

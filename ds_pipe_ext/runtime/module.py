@@ -14,7 +14,7 @@ from deepspeed.utils import logger
 
 from ..config import PipeConfig, read_config
 from ..partition import Layer, resolve, split
-from .guards import check_build_locks
+from .agree import starting
 
 
 class PipelineModule(UpstreamModule):
@@ -37,6 +37,10 @@ class PipelineModule(UpstreamModule):
 
     def __init__(self, layers, num_stages=None, topology=None, *, config=None, partition_method=None, seed_layers=False,
                  **kwargs):
+        with starting() as start:
+            self._start(start, layers, num_stages, topology, config, partition_method, seed_layers, kwargs)
+
+    def _start(self, start, layers, num_stages, topology, config, partition_method, seed_layers, kwargs):
         self.pipe_config: PipeConfig = read_config(config if config is not None else {})
         # The launcher says how many ranks there are before any process group does.
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
@@ -56,11 +60,13 @@ class PipelineModule(UpstreamModule):
                                  f"{chosen}; give one of them")
             choice = (chosen.name, chosen.options)
         if not dist.is_initialized():
-            check_build_locks()
             # Upstream's constructor needs the ranks; deepspeed.initialize would do the same a moment later.
             dist.init_distributed(dist_backend=get_accelerator().communication_backend_name())
         self._split_choice = {"name": choice[0], **choice[1]}
-        super().__init__(layers=list(layers),
+        layers = list(layers)
+        start.agree({"number of layers": len(layers), "pipeline.partition": str(self._split_choice),
+                     "pipeline stages": num_stages if topology is None else str(topology)})
+        super().__init__(layers=layers,
                          num_stages=None if topology is not None else num_stages,
                          topology=topology,
                          partition_method=choice[0],

@@ -11,6 +11,7 @@ know.
 from __future__ import annotations
 
 import pickle
+import re
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -28,7 +29,25 @@ _PADDING = [0] * (HEADER_BYTES // 8 - HEADER_NUMBERS)
 
 
 class TransferError(RuntimeError):
-    """A transfer failed: the peer died, raised, or runs another plan."""
+    """A transfer failed: the peer died, raised, or runs another plan.
+
+    Attributes:
+        lost: the peer is gone or silent, so the cause is there.
+    """
+
+    def __init__(self, message: str, lost: bool = False):
+        super().__init__(message)
+        self.lost = lost
+
+
+def plain(error: BaseException) -> str:
+    """A transport's error without its source lines, addresses and advice."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if re.search(r"[Cc]onnection (closed|reset) by peer|Broken pipe|[Cc]onnection was likely closed", text):
+        return "its process has gone (it failed, was killed, or ended early)"
+    if "Timed out" in text or "timed out" in text:
+        return "it did not answer within the timeout of the process group"
+    return re.sub(r"^\[[^\]]*\]\s*", "", text)
 
 
 @dataclass(slots=True)
@@ -70,26 +89,29 @@ class Links:
         device: where activations live.
         peers: global rank of every pipeline rank.
         rank: own pipeline rank.
-        to_next, to_prev: process groups for messages to higher and to lower ranks; the same one twice keeps every
-            receive at its place in the programs' global order.
+        to_next, to_prev: process groups for messages to higher and to lower ranks.
         host: a gloo group of the same ranks, for headers.
+        hoisted: the programs post receives ahead of the global order, so to_next and to_prev must be two groups, or gloo.
         acts, grads: what of an activation and of a gradient this rank sends.
     """
 
-    def __init__(self, device, peers, rank, to_next, to_prev, host, acts: Whole | None = None, grads: Whole | None = None):
-        self._act_share, self._grad_share = acts or Whole(), grads or Whole()
+    def __init__(self, device, peers, rank, to_next, to_prev, host, hoisted: bool, acts: Whole, grads: Whole):
+        self._act_share, self._grad_share = acts, grads
         self._device = device
         self._rank = rank
+        #: how messages call a pipeline rank
+        self._names = [str(peer) if peer == p else f"{peer} (pipeline rank {p})" for p, peer in enumerate(peers)]
         self._groups = (to_next, to_prev)
         self._host = host
         self._peers = {group: [dist.get_group_rank(group, peer) for peer in peers] for group in (to_next, to_prev, host)}
-        self._hoisted = to_next is not to_prev
+        self._hoisted = hoisted
         # Only gloo tells messages of one pair apart by tag, which headers inside messages rely on.
         self._inline = dist.get_backend(to_next) == "gloo"
         self._pack_below = _PACK_BELOW_GLOO if self._inline else _PACK_BELOW
         self._pool = BufferPool(device)
         self._states: dict[tuple, _LinkState] = {}
         self._mode = "train"
+        self._digest = 0
         self._sent: list = []
         self._grads: dict[tuple[int, int], _Incoming] = {}
         #: what this rank is waiting for, as (function, arguments) or None; read by the fault monitor.
@@ -101,9 +123,9 @@ class Links:
         waiting = self._waiting
         return waiting[0].format(*waiting[1:]) if waiting else ""
 
-    def begin(self, mode: str) -> None:
-        """Starts a step; ``mode`` (train or eval) selects the set of agreed shapes."""
-        self._mode = mode
+    def begin(self, mode: str, digest: int = 0) -> None:
+        """Starts a step; ``mode`` (train or eval) selects the set of agreed shapes; headers compare ``digest`` (the plan)."""
+        self._mode, self._digest = mode, digest << 16
         for (known, _, _), state in self._states.items():
             if known == mode:
                 state.ahead = state.uniform and self._hoisted and state.spec is not None
@@ -124,11 +146,12 @@ class Links:
         state = self._state("out", stage)
         spec = state.spec if fits(value, state.spec) else describe(value, stage, mb)
         values = [value] if spec.single else list(value)
-        what = ("the output of {}F{} to be received by rank {}", stage, mb, peer)
+        what = ("the output of {}F{} to be received by rank {}", stage, mb, self._names[peer])
         changed = spec is not state.spec
         inline = state.ahead and self._inline
         blob = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8) if changed else None
-        header = torch.tensor([_CHANGED if changed else _SAME, mb, 0 if blob is None else blob.numel(), stage, *_PADDING])
+        header = torch.tensor([_CHANGED if changed else _SAME, mb, 0 if blob is None else blob.numel(),
+                               self._digest | stage, *_PADDING])
         if not inline:
             self._send(self._host, header, peer, stage, _HEADER, what)
         if changed:
@@ -170,7 +193,7 @@ class Links:
         self._read_headers(state, stage, mb)
         incoming = state.arrived.pop(mb)
         for work in incoming.works:
-            self._wait(work, ("the output of {}F{} from rank {}", stage - 1, mb, incoming.peer))
+            self._wait(work, ("the output of {}F{} from rank {}", stage - 1, mb, self._names[incoming.peer]))
         values = self._act_share.join(incoming.form.values(incoming.messages, self._device), incoming.spec.tensors)
         if self._mode == "train":
             for value, spec in zip(values, incoming.spec.tensors):
@@ -188,7 +211,7 @@ class Links:
             values.append(grad.to(tensor.dtype))
         for message in form.messages(self._grad_share.cut(values)):
             self._send(self._group(self._rank, peer), message, peer, stage, _GRAD,
-                       ("the input gradient of stage {}, micro-batch {}, to be received by rank {}", stage, mb, peer))
+                       ("the input gradient of stage {}, micro-batch {}, to be received by rank {}", stage, mb, self._names[peer]))
 
     def post_grad(self, stage: int, mb: int, peer: int, spec: Spec) -> None:
         """Posts the receive of the gradients of stage ``stage``'s output, whose description is ``spec``."""
@@ -201,7 +224,7 @@ class Links:
         """Waits for the gradients of stage ``stage``'s output: one per tensor whose gradient returns."""
         incoming = self._grads.pop((stage, mb))
         for work in incoming.works:
-            self._wait(work, ("the gradient of {}F{}'s output from rank {}", stage, mb, incoming.peer))
+            self._wait(work, ("the gradient of {}F{}'s output from rank {}", stage, mb, self._names[incoming.peer]))
         return self._grad_share.join(incoming.form.values(incoming.messages, self._device), incoming.spec.tensors)
 
     def _state(self, side: str, stage: int) -> _LinkState:
@@ -243,7 +266,7 @@ class Links:
             if not state.queue:
                 raise TransferError(f"stage {stage} needs micro-batch {mb}, whose receive was never posted")
             incoming = state.queue.popleft()
-            what = ("the output of {}F{} from rank {}", stage - 1, incoming.mb, incoming.peer)
+            what = ("the output of {}F{} from rank {}", stage - 1, incoming.mb, self._names[incoming.peer])
             if incoming.header is not None:
                 self._wait(incoming.header_work, what)
                 flag, sent_mb, length, sent_stage = incoming.header[:HEADER_NUMBERS].tolist()
@@ -252,9 +275,12 @@ class Links:
                     self._wait(work, what)
                 incoming.works = []
                 flag, sent_mb, length, sent_stage = incoming.form.header(incoming.messages)
-            if (sent_mb, sent_stage) != (incoming.mb, stage - 1):
-                raise TransferError(f"rank {self._rank} expected {what[0].format(*what[1:])}, but rank {incoming.peer} sent "
-                                    f"{sent_stage}F{sent_mb}: the ranks run different plans")
+            if (sent_mb, sent_stage) != (incoming.mb, self._digest | stage - 1):
+                same = sent_stage & ~0xFFFF == self._digest
+                raise TransferError(f"pipeline rank {self._rank} expected {what[0].format(*what[1:])}, but got "
+                                    f"{sent_stage & 0xFFFF}F{sent_mb}{'' if same else ' of another plan'}: the ranks run "
+                                    "different plans (another schedule, number of micro-batches, or train_batch against "
+                                    "eval_batch)")
             if flag == _CHANGED:
                 self._change(state, stage, incoming, length, what)
             if incoming.form is None:
@@ -283,5 +309,5 @@ class Links:
             work.wait()
         except RuntimeError as error:
             raise TransferError(f"pipeline rank {self._rank} was waiting for {what[0].format(*what[1:])}: "
-                                f"{error}") from error
+                                f"{plain(error)}", lost=True) from error
         self._waiting = None
