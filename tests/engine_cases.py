@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
+import ranks
 import torch
 from models import Reference, batch, layers, stage_state
 
 import ds_pipe_ext
 
+#: engines made here that may still be in use
+_live: list[weakref.ref] = []
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 
 
-def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None, stages=None, boundaries=None, **config):
-    """An engine over a test model; ``schedule`` None means upstream's own."""
-    pipeline = {"schedule": schedule} if schedule else {}
+def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None, stages=None, boundaries=None, module=None,
+           pipeline=None, **config):
+    """An engine over a test model; ``schedule`` None means upstream's own.
+
+    ``kind`` is what :func:`models.layers` takes, or its result; ``module`` are further arguments of the module.
+    """
+    gc.collect()
+    if all(known() is None or known().__dict__.get("over") for known in _live):
+        _live.clear()
+        ranks.drop_groups()
+    pipeline = {**({"schedule": schedule} if schedule else {}), **(pipeline or {})}
     if boundaries:
         pipeline["partition"] = boundaries
-    specs, loss_fn = layers(kind, count, dtype)
+    specs, loss_fn = layers(kind, count, dtype) if isinstance(kind, str) else kind
     whole = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": m,
@@ -28,10 +41,21 @@ def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None,
         "pipeline": pipeline,
         **config,
     }
-    module = ds_pipe_ext.PipelineModule(specs, num_stages=stages or world, loss_fn=loss_fn, config=whole,
-                                        partition_method=None if boundaries else "uniform")
+    module = {} if module is None else module
+    if "topology" not in module:
+        module = {"num_stages": stages or world, **module}
+    module = ds_pipe_ext.PipelineModule(specs, loss_fn=loss_fn, config=whole,
+                                        partition_method=None if boundaries else "uniform", **module)
     made, *_ = ds_pipe_ext.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad],
                                       config=whole)
+    _live.append(weakref.ref(made))
+    destroy = made.destroy
+
+    def destroy_and_mark():
+        destroy()
+        made.__dict__["over"] = True
+
+    made.__dict__["destroy"] = destroy_and_mark
     return made
 
 

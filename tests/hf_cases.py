@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ranks
 import torch
 from hf_models import batch_of, model_of
 
@@ -68,4 +69,6 @@ def train_and_save(rank, world, cases, schedule, folder):
         hf.save_pretrained(engine, target)
         result[family, tied, padding] = (loss, expected, worst, evaluated)
         engine.destroy()
+        del engine, module
+        ranks.drop_groups()
     return result

@@ -86,10 +86,11 @@ def batch(kind: str, index: int, rows: int = 2, dtype=torch.float32):
 class Reference:
     """The same model in one process, trained by plain torch."""
 
-    def __init__(self, kind: str, count: int, dtype, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)):
+    def __init__(self, kind, count: int = 0, dtype=torch.float64, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)):
+        """``kind``: what :func:`layers` takes, or its result."""
         from deepspeed.pipe import TiedLayerSpec
 
-        specs, self.loss_fn = layers(kind, count, dtype)
+        specs, self.loss_fn = layers(kind, count, dtype) if isinstance(kind, str) else kind
         self.tied: dict = {}
         self.layers = []
         for spec in specs:

@@ -29,6 +29,29 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def drop_groups() -> None:
+    """Destroys all process groups but the default one, and what DeepSpeed remembers of them.
+
+    To be called between engines: every gloo group keeps threads that wake a hundred times a second, and upstream never
+    destroys a pipeline module's groups, so a process with dozens of engines is busy with nothing else.
+    """
+    import gc
+
+    import torch.distributed as dist
+    from deepspeed.utils import groups
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    for name, value in vars(groups).items():
+        if name.startswith("_") and isinstance(value, dist.ProcessGroup):
+            setattr(groups, name, None)
+        elif name.isupper() and isinstance(value, dict):
+            value.clear()
+    gc.collect()
+
+
 def _enter(rank: int, world: int, port: int, folder: str, payload: bytes, limit: float, init: bool):
     faulthandler.dump_traceback_later(limit - 2, file=sys.stderr)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world),

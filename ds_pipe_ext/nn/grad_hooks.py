@@ -1,14 +1,17 @@
 """Hooks of parameters when a gradient arrives later than autograd visits the parameter."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
 
 
-def accumulate_grad(param: nn.Parameter, grad: Tensor) -> None:
-    """Add `grad` (shape of `param`) to `param.grad` as autograd does, hooks of the parameter included."""
+def accumulate_grad(param: nn.Parameter, grad: Tensor, skip: Collection[int] = ()) -> None:
+    """Add `grad` (shape of `param`) to `param.grad` as autograd does, hooks of the parameter included.
+
+    `skip`: ids of post-accumulate hooks that are not to run.
+    """
     if not param.requires_grad:
         return
     for hook in list((param._backward_hooks or {}).values()):
@@ -22,8 +25,9 @@ def accumulate_grad(param: nn.Parameter, grad: Tensor) -> None:
         param.grad = grad
     else:
         param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
-    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-        hook(param)
+    for hook_id, hook in list((param._post_accumulate_grad_hooks or {}).items()):
+        if hook_id not in skip:
+            hook(param)
 
 
 @contextlib.contextmanager

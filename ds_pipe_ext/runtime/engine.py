@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import numpy
 import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
@@ -19,10 +22,11 @@ from ..nn.split_backward import SplitBackward
 from ..plan.facts import splits_backward
 from ..plan.lower import forward_only, lower
 from . import instructions as ins
-from .accumulate import accumulator_of
+from .accumulate import accumulator_of, gradient_of
 from .faults import FaultMonitor
 from .metrics import Meter, track_plan
 from .p2p import Links
+from .partitioned import slices
 from .wire import Spec, describe
 
 
@@ -104,21 +108,37 @@ class PlanEngine(PipelineEngine):
 
     def _make_links(self) -> Links:
         two = self.pipe_config.p2p_groups == 2
-        # Every rank takes part in making every group, in the same order.
-        for ranks in self.grid.pipe_groups:
-            first = torch_dist.new_group(ranks)
-            second = torch_dist.new_group(ranks) if two else first
-            host = torch_dist.new_group(ranks, backend="gloo")
-            if self.global_rank in ranks:
-                to_next, to_prev, self.host_group = first, second, host
-                self._own_groups = {first, second, host}
+        own = self.grid.pp_proc_group
+        if torch_dist.get_backend(own) == "gloo":
+            # gloo tells messages apart by tag, and every further group would keep threads that wake a hundred times a second.
+            groups = (own, own, own)
+        else:
+            # Every rank takes part in making every group, in the same order.
+            for ranks in self.grid.pipe_groups:
+                first = torch_dist.new_group(ranks)
+                made = (first, torch_dist.new_group(ranks) if two else first, torch_dist.new_group(ranks, backend="gloo"))
+                if self.global_rank in ranks:
+                    groups = made
+                    self._own_groups = set(made)
+        self.host_group = groups[2]
         peers = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
-        return Links(torch.device(self.device), peers, self.stage_id, to_next, to_prev, self.host_group)
+        return Links(torch.device(self.device), peers, self.stage_id, *groups, hoisted=two,
+                     acts=slices(self, self.pipe_config.pipe_partitioned),
+                     grads=slices(self, self.pipe_config.grad_partitioned))
 
     def _configure_basic_optimizer(self, model_parameters):
         parameters = list(model_parameters or [])
-        # torch refuses an empty list, but takes an empty group: a stage may have nothing to train.
-        return super()._configure_basic_optimizer(parameters or [{"params": []}])
+        if not parameters:
+            # A stage may have nothing to train. torch refuses an empty list, but takes an empty group.
+            parameters = [{"params": []}]
+            if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
+                # DeepSpeed's own optimizers look at the first parameter and take part in collectives: one that never
+                # gets a gradient.
+                dtype, _ = self.get_data_types()
+                idle = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=self.device))
+                self.param_names[idle] = "ds_pipe_ext.nothing_to_train"
+                parameters = [idle]
+        return super()._configure_basic_optimizer(parameters)
 
     # ------------------------------------------------------------------------------------------------ schedules
 
@@ -250,7 +270,8 @@ class PlanEngine(PipelineEngine):
     def _inputs_for_layers(inputs):
         def own(x):
             if not x.requires_grad:
-                return x
+                # What came in one message shares a version counter, which a layer that works in place would move.
+                return x.data
             return x.clone() if x.nbytes < _CLONE_BELOW else _OwnMemory.apply(x)
 
         return own(inputs) if torch.is_tensor(inputs) else tuple(own(x) for x in inputs)
@@ -345,13 +366,11 @@ class PlanEngine(PipelineEngine):
         state.input_grads = []
 
     def _reduce_tied(self, instr):
+        gradient = gradient_of(self.optimizer)
         for weight, group in self.module.get_tied_weights_and_groups():
-            if self.using_bf16_optimizer or not weight.requires_grad:
-                continue
-            if weight.grad is None:
-                # The other owners reduce whether or not this stage used the weight.
-                weight.grad = torch.zeros_like(weight)
-        self._exec_reduce_tied_grads()
+            # The other owners reduce whether or not this stage used the weight.
+            if weight.requires_grad:
+                dist.all_reduce(gradient(weight), group=group)
 
     def _reduce(self, instr):
         plain = self.dp_world_size == 1 and not self.zero_optimization() and not self.using_bf16_optimizer
@@ -427,8 +446,9 @@ class PlanEngine(PipelineEngine):
         dist.all_reduce(total, group=self.grid.get_model_parallel_group())
         self._global_grad_norm = total.sqrt().item()
         factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
-        if factor < 1.0:
-            torch._foreach_mul_([p.grad for p in self.module.parameters() if p.grad is not None], factor)
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if factor < 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
 
     def _squared_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, each parameter of the model counted on one rank only."""
@@ -474,7 +494,7 @@ class PlanEngine(PipelineEngine):
         try:
             self.module.eval()
             self.set_dataiterator(data_iter)
-            with torch.no_grad():
+            with torch.no_grad(), _kept_random_state(self.module.seed_layers):
                 self._exec_schedule(schedule)
             outputs, logits = self.fwd_outputs, self._logits
         finally:
@@ -510,6 +530,25 @@ class PlanEngine(PipelineEngine):
         for group in groups if torch_dist.is_initialized() else ():
             torch_dist.destroy_process_group(group)
         super().destroy()
+
+
+@contextlib.contextmanager
+def _kept_random_state(wanted: bool):
+    """Layers that are seeded one by one (``seed_layers``) leave every random generator as it was."""
+    if not wanted:
+        yield
+        return
+    accelerator = get_accelerator()
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if device is not None:
+            accelerator.set_rng_state(device)
 
 
 def _added(total, loss):

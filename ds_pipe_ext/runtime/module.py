@@ -9,6 +9,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from deepspeed.pipe import PipelineModule as UpstreamModule
+from deepspeed.runtime.utils import set_random_seed
 from deepspeed.utils import logger
 
 from ..config import PipeConfig, read_config
@@ -86,11 +87,37 @@ class PipelineModule(UpstreamModule):
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def forward(self, forward_input):
-        if self.activation_checkpoint_interval or self.seed_layers:
-            return super().forward(forward_input)
-        for layer in self.forward_funcs:
-            forward_input = layer(forward_input)
-        return forward_input
+        """As upstream's, but a layer's seed follows from its own index, not from its place in a checkpointed block."""
+        if not (self.activation_checkpoint_interval or self.seed_layers):
+            for layer in self.forward_funcs:
+                forward_input = layer(forward_input)
+            return forward_input
+        self.micro_offset += 1
+        # Kept here: a recomputation must see the offset of its forward.
+        offset = self.micro_offset + 1
+
+        def block(start, end):
+
+            def run(*inputs):
+                value = inputs[0] if len(inputs) == 1 else inputs
+                for index in range(start, end):
+                    self.curr_layer = self._local_start + index
+                    if self.seed_layers:
+                        (self.seed_fn or set_random_seed)(self.base_seed * offset + self.curr_layer)
+                    value = self.forward_funcs[index](value)
+                return value
+
+            return run
+
+        count, interval = len(self.forward_funcs), self.activation_checkpoint_interval
+        if interval == 0:
+            return block(0, count)(forward_input)
+        value = forward_input
+        for start, checkpointed in zip(range(0, count, interval), self.is_checkpointable_results):
+            inputs = value if isinstance(value, tuple) else (value, )
+            run = block(start, min(start + interval, count))
+            value = self.activation_checkpoint_func(run, *inputs) if checkpointed else run(*inputs)
+        return value
 
     @torch.no_grad()
     def _synchronize_tied_weights(self):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from .partitioned import Whole
 from .wire import HEADER_BYTES, HEADER_NUMBERS, BufferPool, Form, Spec, describe, fits, form_of
 
 _SAME, _CHANGED = 0, 1
@@ -88,12 +89,14 @@ class Links:
         device: where activations live.
         peers: global rank of every pipeline rank.
         rank: own pipeline rank.
-        to_next, to_prev: process groups for messages to higher and to lower ranks; the same one twice keeps every
-            receive at its place in the programs' global order.
+        to_next, to_prev: process groups for messages to higher and to lower ranks.
         host: a gloo group of the same ranks, for headers.
+        hoisted: the programs post receives ahead of the global order, so to_next and to_prev must be two groups, or gloo.
+        acts, grads: what of an activation and of a gradient this rank sends.
     """
 
-    def __init__(self, device, peers, rank, to_next, to_prev, host):
+    def __init__(self, device, peers, rank, to_next, to_prev, host, hoisted: bool, acts: Whole, grads: Whole):
+        self._act_share, self._grad_share = acts, grads
         self._device = device
         self._rank = rank
         #: how messages call a pipeline rank
@@ -101,7 +104,7 @@ class Links:
         self._groups = (to_next, to_prev)
         self._host = host
         self._peers = {group: [dist.get_group_rank(group, peer) for peer in peers] for group in (to_next, to_prev, host)}
-        self._hoisted = to_next is not to_prev
+        self._hoisted = hoisted
         # Only gloo tells messages of one pair apart by tag, which headers inside messages rely on.
         self._inline = dist.get_backend(to_next) == "gloo"
         self._pack_below = _PACK_BELOW_GLOO if self._inline else _PACK_BELOW
@@ -158,16 +161,16 @@ class Links:
             state.change(spec)
             inline = False
         state.count += 1
-        form = form_of(spec.tensors, self._pack_below, inline)
-        for message in form.messages(values, header):
+        form = form_of(self._act_share.specs(spec.tensors), self._pack_below, inline)
+        for message in form.messages(self._act_share.cut(values), header):
             self._send(self._group(self._rank, peer), message, peer, stage, _ACT, what)
         return spec
 
     def _fill(self, state, peer, stage, header, window, what):
         """Satisfies the receives that the peer has posted for the old shapes; the first of them carries the header."""
-        form = form_of(state.spec.tensors, self._pack_below, self._inline)
+        form = form_of(self._act_share.specs(state.spec.tensors), self._pack_below, self._inline)
         for _ in range(window + 1):
-            blank = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in state.spec.tensors]
+            blank = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in form.tensors]
             for message in form.messages(blank, header):
                 self._send(self._group(self._rank, peer), message, peer, stage, _ACT, what)
 
@@ -191,7 +194,7 @@ class Links:
         incoming = state.arrived.pop(mb)
         for work in incoming.works:
             self._wait(work, ("the output of {}F{} from rank {}", stage - 1, mb, self._names[incoming.peer]))
-        values = incoming.form.values(incoming.messages, self._device)
+        values = self._act_share.join(incoming.form.values(incoming.messages, self._device), incoming.spec.tensors)
         if self._mode == "train":
             for value, spec in zip(values, incoming.spec.tensors):
                 value.requires_grad_(spec.grad)
@@ -199,20 +202,21 @@ class Links:
 
     def send_grad(self, stage: int, mb: int, peer: int, grads: list[torch.Tensor | None], spec: Spec) -> None:
         """Sends the gradients of a stage's input: one per tensor whose gradient returns; a missing one is zero."""
-        form = form_of(tuple(tensor for tensor in spec.tensors if tensor.grad), self._pack_below, False)
+        wanted = tuple(tensor for tensor in spec.tensors if tensor.grad)
+        form = form_of(self._grad_share.specs(wanted), self._pack_below, False)
         values = []
-        for grad, tensor in zip(grads, form.tensors, strict=True):
+        for grad, tensor in zip(grads, wanted, strict=True):
             if grad is None:
                 grad = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
             values.append(grad.to(tensor.dtype))
-        for message in form.messages(values):
+        for message in form.messages(self._grad_share.cut(values)):
             self._send(self._group(self._rank, peer), message, peer, stage, _GRAD,
                        ("the input gradient of stage {}, micro-batch {}, to be received by rank {}", stage, mb, self._names[peer]))
 
     def post_grad(self, stage: int, mb: int, peer: int, spec: Spec) -> None:
         """Posts the receive of the gradients of stage ``stage``'s output, whose description is ``spec``."""
-        incoming = _Incoming(mb, peer)
-        incoming.form = form_of(tuple(tensor for tensor in spec.tensors if tensor.grad), self._pack_below, False)
+        incoming = _Incoming(mb, peer, spec=Spec(False, tuple(tensor for tensor in spec.tensors if tensor.grad)))
+        incoming.form = form_of(self._grad_share.specs(incoming.spec.tensors), self._pack_below, False)
         self._receive(incoming, ("grad", stage), stage + 1, _GRAD)
         self._grads[(stage, mb)] = incoming
 
@@ -221,7 +225,7 @@ class Links:
         incoming = self._grads.pop((stage, mb))
         for work in incoming.works:
             self._wait(work, ("the gradient of {}F{}'s output from rank {}", stage, mb, self._names[incoming.peer]))
-        return incoming.form.values(incoming.messages, self._device)
+        return self._grad_share.join(incoming.form.values(incoming.messages, self._device), incoming.spec.tensors)
 
     def _state(self, side: str, stage: int) -> _LinkState:
         key = (self._mode, side, stage)
@@ -245,7 +249,7 @@ class Links:
 
     def _post_payload(self, incoming: _Incoming, spec: Spec, stage: int, inline: bool) -> None:
         incoming.spec = spec
-        incoming.form = form_of(spec.tensors, self._pack_below, inline)
+        incoming.form = form_of(self._act_share.specs(spec.tensors), self._pack_below, inline)
         self._receive(incoming, (self._mode, stage), stage - 1, _ACT)
 
     def _receive(self, incoming: _Incoming, key: tuple, sender_stage: int, what: int) -> None:

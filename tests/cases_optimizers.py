@@ -1,0 +1,111 @@
+"""DeepSpeed's optimizers: upstream's engine against ours, and a weight gradient that is lost on purpose."""
+
+from __future__ import annotations
+
+import torch
+from engine_cases import SCHEDULES, engine
+from models import batch, stage_state
+from suite import case
+
+from ds_pipe_ext.plan import Op
+from ds_pipe_ext.schedules.base import per_rank
+
+ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
+#: a small bucket: the default reserves 2 GB
+ZERO_1 = {"stage": 1, "reduce_bucket_size": 100_000}
+#: name -> (DeepSpeed keys, dtype of the inputs, class of the optimizer)
+SETUPS = {
+    "fp32": ({}, torch.float32, "AdamW"),
+    "zero-1 fp32": ({"zero_optimization": ZERO_1}, torch.float32, "DeepSpeedZeroOptimizer"),
+    "zero-1 fp32, other accumulation dtype": (
+        {"zero_optimization": ZERO_1, "data_types": {"grad_accum_dtype": "bf16"}}, torch.float32,
+        "DeepSpeedZeroOptimizer"),
+    "bf16": ({"bf16": {"enabled": True}}, torch.bfloat16, "BF16_Optimizer"),
+    "zero-1 bf16": ({"zero_optimization": ZERO_1, "bf16": {"enabled": True}}, torch.bfloat16,
+                    "DeepSpeedZeroOptimizer"),
+    "zero-1 bf16, fp32 accumulation": (
+        {"zero_optimization": ZERO_1, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        torch.bfloat16, "BF16_Optimizer"),
+    "zero-1 bf16, fp32 accumulation, immediate": (
+        {"zero_optimization": ZERO_1, "bf16": {"enabled": True, "immediate_grad_update": True},
+         "data_types": {"grad_accum_dtype": "fp32"}}, torch.bfloat16, "BF16_Optimizer"),
+}
+
+
+def late_weight_grads(r, p, m):
+    """Every rank computes all its weight gradients at the end, the first rank too."""
+    for i in range(m):
+        yield Op(r, "F", i)
+    for i in range(m):
+        yield Op(r, "I", i)
+    for i in range(m):
+        yield Op(r, "W", i)
+
+
+def register(name, generate):
+    """Registers a schedule of this test, once per process."""
+    from ds_pipe_ext.registry import schedules
+
+    if name not in schedules.names():
+        schedules.register(name)(per_rank(generate))
+
+
+def _setup(name, kind, world, schedule, optimizer=ADAM):
+    keys, dtype, wrapper = SETUPS[name]
+    made = engine(kind, 2 * world + 1, world, schedule, 3, optimizer=optimizer, zero_allow_untested_optimizer=True, **keys)
+    found = type(made.optimizer).__name__
+    assert found == (wrapper if optimizer or wrapper != "AdamW" else "SGD"), (name, found)
+    return made, lambda i: batch(kind, i, dtype=dtype)
+
+
+@case(2)
+def optimizers(rank, world):
+    """name, kind, schedule -> losses, weights and norms of three steps."""
+    register("late-w", late_weight_grads)
+    found = {}
+    for name in SETUPS:
+        for kind in ("mlp", "tied"):
+            for schedule in (None, *(SCHEDULES if kind == "mlp" else ("zb-h2", )), "late-w"):
+                made, data = _setup(name, kind, world, schedule)
+                losses, norms = [], []
+                for step in range(3):
+                    losses.append(made.train_batch(iter([data(3 * step + i) for i in range(3)])).item())
+                    norms.append(float(made.get_global_grad_norm() or 0))
+                found[name, kind, schedule] = losses, stage_state(made.module), norms
+                made.destroy()
+    return found
+
+
+@case(2)
+def lost_weight_gradients(rank, world):
+    """SGD with learning rate 1: name -> (weights differ when the adapter loses one gradient, error of a forgotten W, weights moved then)."""
+    register("late-w", late_weight_grads)
+    found = {}
+    for name in SETUPS:
+        states = []
+        for lost in (False, True):
+            made, data = _setup(name, "mlp", world, "late-w", optimizer=None)
+            if lost:
+                accumulate, calls = made._split._accumulate, []
+
+                def lossy(param, grad):
+                    calls.append(1)
+                    if len(calls) != 1:
+                        accumulate(param, grad)
+
+                made._split._accumulate = lossy
+            made.train_batch(iter([data(i) for i in range(3)]))
+            states.append(stage_state(made.module))
+            made.destroy()
+        made, data = _setup(name, "mlp", world, "late-w", optimizer=None)
+        before, run = stage_state(made.module), made._split.run
+        made._split.run = lambda key: 0 if key[1] == 1 else run(key)
+        error = ""
+        try:
+            made.train_batch(iter([data(i) for i in range(3)]))
+        except RuntimeError as raised:
+            error = str(raised)
+        made.destroy()
+        found[name] = (any(not torch.equal(states[0][n], states[1][n]) for n in states[0]), error,
+                       any(not torch.equal(before[n], p) for n, p in stage_state(made.module).items()))
+    return found
