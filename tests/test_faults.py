@@ -83,38 +83,6 @@ def tail(log: str) -> str:
     return "\n".join(log.strip().splitlines()[-4:])
 
 
-@pytest.mark.parametrize("name", FAILING)
-def test_one_rank_fails(runs, name):
-    world, settings, error = FAILING[name]
-    codes, _, logs, after = runs[name].result()
-    failing = settings["rank"]
-    shown = "\n".join(f"--- rank {r}, exit {codes[r]}, {after[r]:.1f} s\n{log[-3000:]}" for r, log in enumerate(logs))
-    assert all(codes), shown
-    for rank in range(world):
-        if rank == failing and not settings.get("alive"):
-            continue
-        end = tail(logs[rank])
-        if not (rank == failing and settings.get("alive")):
-            # A living peer does not close its connection: nothing but the watcher ends this rank.
-            assert after[rank] < (fault_cases.ALIVE_S if settings.get("alive") else PROMISED_S), shown
-        if name in OTHER_PLAN:
-            continue
-        if rank != failing:
-            assert f"rank {failing}" in end, shown
-            assert "waiting for" in end or re.search(r"was in|lost another rank in", end), shown
-            assert re.search(r"\(stage \d, \w|optimizer step|end of the step|was waiting for|cannot start", end), shown
-            assert error is None or error in end, shown
-    if name in RAISING:
-        # The error keeps its type and message and gets the place.
-        own = logs[failing]
-        assert re.search(rf"^([\w.]*\.)?{re.escape(error)}", own, re.M), shown
-        assert re.search(rf"in the pipeline: rank {failing} \(pipeline rank {failing}\) in ", own), shown
-        if settings["place"] == "forward":
-            assert re.search(rf"in {failing}F\d \(stage {failing}, forward, micro-batch \d\)", own), shown
-    if name in OTHER_PLAN:
-        assert any(error in log for log in logs), shown
-
-
 def test_real_spawn():
     """As the requirement says it, without the tests' shortcut."""
     codes, _, logs, after = run(2, fault_cases.train, RAISING["loss, 2 ranks, later step"][1], method="spawn")
@@ -195,13 +163,18 @@ def test_plain_end_of_the_interpreter(destroy):
 
 
 def launched(*arguments, launcher=None):
+    """(exit code, output, seconds from the failure to the last line)."""
     launcher = launcher or [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port",
                             str(ranks.free_port())]
-    began = time.time()
-    done = subprocess.run([*launcher, str(HERE / "fault_cases.py"), *arguments], env=environment(2), timeout=120,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    failed = re.search(r"FAILS AT ([0-9.]+)", done.stdout)
-    return done.returncode, done.stdout, time.time() - (float(failed[1]) if failed else began)
+    failed, last, lines = None, 0.0, []
+    with subprocess.Popen([*launcher, str(HERE / "fault_cases.py"), *arguments], env=environment(2), text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        for line in process.stdout:
+            lines.append(line)
+            last = time.time()
+            if match := re.search(r"FAILS AT ([0-9.]+)", line):
+                failed = float(match[1])
+    return process.returncode, "".join(lines), last - failed if failed else float("inf")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -260,3 +233,35 @@ def test_text_of_transport_errors():
     assert lost_connection(torch.distributed.DistBackendError("NCCL error"))
     assert not lost_connection(ConnectionResetError("bucket")) and not lost_connection(RuntimeError("shape mismatch"))
     assert not lost_connection(TransferError("the ranks run different plans"))
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_one_rank_fails(runs, name):
+    world, settings, error = FAILING[name]
+    codes, _, logs, after = runs[name].result()
+    failing = settings["rank"]
+    shown = "\n".join(f"--- rank {r}, exit {codes[r]}, {after[r]:.1f} s\n{log[-3000:]}" for r, log in enumerate(logs))
+    assert all(codes), shown
+    for rank in range(world):
+        if rank == failing and not settings.get("alive"):
+            continue
+        end = tail(logs[rank])
+        if not (rank == failing and settings.get("alive")):
+            # A living peer does not close its connection: nothing but the watcher ends this rank.
+            assert after[rank] < (fault_cases.ALIVE_S if settings.get("alive") else PROMISED_S), shown
+        if name in OTHER_PLAN:
+            continue
+        if rank != failing:
+            assert f"rank {failing}" in end, shown
+            assert "waiting for" in end or re.search(r"was in|lost another rank in", end), shown
+            assert re.search(r"\(stage \d, \w|optimizer step|end of the step|was waiting for|cannot start", end), shown
+            assert error is None or error in end, shown
+    if name in RAISING:
+        # The error keeps its type and message and gets the place.
+        own = logs[failing]
+        assert re.search(rf"^([\w.]*\.)?{re.escape(error)}", own, re.M), shown
+        assert re.search(rf"in the pipeline: rank {failing} \(pipeline rank {failing}\) in ", own), shown
+        if settings["place"] == "forward":
+            assert re.search(rf"in {failing}F\d \(stage {failing}, forward, micro-batch \d\)", own), shown
+    if name in OTHER_PLAN:
+        assert any(error in log for log in logs), shown
