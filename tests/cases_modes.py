@@ -11,7 +11,7 @@ import numpy
 import torch
 from cases_numbers import F64
 from deepspeed.pipe import LayerSpec
-from engine_cases import SCHEDULES, engine, worst
+from engine_cases import SCHEDULES, engine
 from models import Block, Reference, batch, layers, stage_state
 from suite import case
 from torch import nn

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections import OrderedDict
-from dataclasses import dataclass, field
 
 import numpy
 import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ..config import PipeConfig
@@ -22,44 +17,15 @@ from ..nn.split_backward import SplitBackward
 from ..plan.facts import splits_backward
 from ..plan.lower import forward_only, lower
 from . import instructions as ins
-from .accumulate import accumulator_of, gradient_of
+from .accumulate import accumulator_of
+from .executor import InstructionExecutor, MicroBatch, added
 from .faults import FaultMonitor
 from .metrics import Meter, track_plan
 from .p2p import Links
 from .partitioned import slices
-from .wire import Spec, describe
 
 
-@dataclass
-class _MicroBatch:
-    """What one micro-batch keeps on one stage between its first and last instruction."""
-
-    inputs: object = None
-    input_spec: Spec | None = None
-    outputs: object = None
-    output_spec: Spec | None = None
-    loss: torch.Tensor | None = None
-    input_grads: list = field(default_factory=list)
-
-
-#: below this a copy costs less than an autograd function
-_CLONE_BELOW = 256 * 1024
-
-
-class _OwnMemory(torch.autograd.Function):
-    """Identity whose output may be modified in place although the input is a leaf (a first layer such as ReLU(inplace)
-    does that): same memory, but not a view."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class PlanEngine(PipelineEngine):
+class PlanEngine(InstructionExecutor):
     """A DeepSpeed pipeline engine whose schedule is a plan.
 
     Made by :func:`ds_pipe_ext.initialize` when the JSON names a ``pipeline.schedule``. ``train_batch``, ``eval_batch``
@@ -81,7 +47,7 @@ class PlanEngine(PipelineEngine):
     def _start(self, pipe_config, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._schedules: dict[tuple, ins.PlanSchedule] = {}
-        self._slots: dict[tuple[int, int], _MicroBatch] = {}
+        self._slots: dict[tuple[int, int], MicroBatch] = {}
         self._batches: dict[int, tuple] = {}
         self._read = 0
         self._evaluating = False
@@ -183,225 +149,9 @@ class PlanEngine(PipelineEngine):
         if pipe_schedule.backward and self.fwd_outputs:
             # Summed in micro-batch order, as upstream does while they are computed.
             for loss in self.fwd_outputs:
-                self.total_loss = _added(self.total_loss, loss)
+                self.total_loss = added(self.total_loss, loss)
             self.loss = self.fwd_outputs[-1]
         self._meter.end()
-
-    # ---------------------------------------------------------------------------------------------- instructions
-
-    def _state(self, instr) -> _MicroBatch:
-        return self._slots.setdefault((instr.stage, instr.mb), _MicroBatch())
-
-    def _is_loss(self, stage: int) -> bool:
-        return stage == len(self.plan.placement) - 1
-
-    def _load(self, instr):
-        while instr.mb not in self._batches:
-            self._batches[self._read] = self._prepare(self._next_batch())
-            self._read += 1
-
-    def _prepare(self, batch):
-        prepare = getattr(self.module, "prepare_batch", None)
-        if prepare is not None:
-            batch = prepare(batch)
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ValueError(f"the data iterator must yield (inputs, labels), got {type(batch).__name__}"
-                             f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}")
-        return batch
-
-    def _own_inputs(self, value):
-        """Inputs of the first stage on the device, as upstream makes them: the caller's tensors are never modified."""
-        reentrant = self._reentrant_activation_checkpointing()
-
-        def own(tensor):
-            tensor = tensor.clone().detach().to(self.device)
-            if reentrant:
-                tensor.requires_grad_(tensor.is_floating_point())
-            return tensor
-
-        if torch.is_tensor(value):
-            return own(value)
-        if not isinstance(value, (tuple, list)) or not all(torch.is_tensor(x) for x in value):
-            raise ValueError(f"the inputs of a batch must be a tensor or a tuple of tensors, got {type(value).__name__}")
-        return tuple(own(x) for x in value)
-
-    def _own_labels(self, value):
-        if torch.is_tensor(value):
-            return value.to(self.device)
-        if isinstance(value, (tuple, list)):
-            return tuple(x.to(self.device).detach() if torch.is_tensor(x) else x for x in value)
-        return value
-
-    def _forward(self, instr):
-        state = self._state(instr)
-        if instr.stage == 0:
-            state.inputs = self._own_inputs(self._batches[instr.mb][0])
-            self._meter.count_batch(state.inputs)
-        elif self._links:
-            start = self._meter.now()
-            state.inputs, state.input_spec = self._links.take_act(instr.stage, instr.mb)
-            self._meter.waited(start)
-        start = self._meter.now()
-        with self._meter.saving(instr):
-            outputs = self._run_layers(self._inputs_for_layers(state.inputs))
-            state.outputs = tuple(outputs) if isinstance(outputs, list) else outputs
-            if self._is_loss(instr.stage):
-                self._compute_loss_of(instr, state)
-        self._meter.computed(instr, start)
-        if instr.stage == 0 and not self._is_loss(instr.stage):
-            del self._batches[instr.mb]
-        if self._evaluating:
-            state.inputs = None
-
-    def _run_layers(self, inputs):
-        if not self._lean:
-            # The engine's forward, which upstream's PipelineEngine hides from users.
-            outputs = super(PipelineEngine, self).forward(inputs)
-        elif self.torch_autocast_enabled() or torch.is_autocast_enabled():
-            with autocast_if_enabled(self):
-                outputs = self.module(inputs)
-        else:
-            outputs = self.module(inputs)
-        if not self.module.training:
-            ds_checkpointing.reset()
-        return outputs
-
-    @staticmethod
-    def _inputs_for_layers(inputs):
-        def own(x):
-            if not x.requires_grad:
-                # What came in one message shares a version counter, which a layer that works in place would move.
-                return x.data
-            return x.clone() if x.nbytes < _CLONE_BELOW else _OwnMemory.apply(x)
-
-        return own(inputs) if torch.is_tensor(inputs) else tuple(own(x) for x in inputs)
-
-    def _compute_loss_of(self, instr, state):
-        labels = self._own_labels(self._batches.pop(instr.mb)[1])
-        outputs, state.outputs = state.outputs, None
-        if self._evaluating and self.eval_return_logits:
-            self._logits.append(outputs)
-        if self._compute_loss and self.module.loss_fn is not None:
-            outputs = self.module.loss_fn(outputs, labels)
-        self.fwd_outputs.append(outputs.detach() if torch.is_tensor(outputs) else [x.detach() for x in outputs])
-        if self._evaluating:
-            return
-        state.loss = outputs
-        extra = self.module.get_additional_losses()
-        if extra is not None:
-            self.total_additional_losses = self.total_additional_losses or OrderedDict()
-            for name, value in extra.items():
-                self.total_additional_losses[name] = _added(self.total_additional_losses.get(name), value)
-
-    def _send_output(self, instr):
-        state = self._state(instr)
-        state.output_spec = self._links.send_act(instr.stage, instr.mb, instr.peer, state.outputs, instr.window)
-        if self._evaluating:
-            state.outputs = None
-
-    def _post_input(self, instr):
-        self._links.post_act(instr.stage, instr.mb, instr.peer)
-
-    def _post_grad(self, instr):
-        state = self._state(instr)
-        if state.output_spec is None:
-            # Posted ahead of the send: the output is there, its description not yet.
-            state.output_spec = describe(state.outputs, instr.stage, instr.mb)
-        self._links.post_grad(instr.stage, instr.mb, instr.peer, state.output_spec)
-
-    def _backward(self, instr):
-        state = self._state(instr)
-        loss_stage = self._is_loss(instr.stage)
-        grads = None
-        if not loss_stage:
-            start = self._meter.now()
-            grads = self._links.take_grad(instr.stage, instr.mb)
-            self._meter.waited(start)
-        start = self._meter.now()
-        with self._split.collecting((instr.stage, instr.mb)) if instr.kind == "I" else contextlib.nullcontext():
-            if loss_stage and self._lean:
-                (state.loss / self.gradient_accumulation_steps()).backward()
-            elif loss_stage:
-                # The engine's backward, which upstream's PipelineEngine hides from users.
-                super(PipelineEngine, self).backward(state.loss)
-            elif grads:
-                self._backward_from(state, grads)
-        self._meter.computed(instr, start)
-        state.outputs = state.loss = None
-        if instr.stage > 0:
-            inputs = [state.inputs] if torch.is_tensor(state.inputs) else state.inputs
-            state.input_grads = [x.grad for x, spec in zip(inputs, state.input_spec.tensors) if spec.grad]
-        state.inputs = None
-
-    def _backward_from(self, state, grads):
-        outputs = [state.outputs] if torch.is_tensor(state.outputs) else state.outputs
-        outputs = [x for x, spec in zip(outputs, state.output_spec.tensors) if spec.grad]
-        if self._lean:
-            torch.autograd.backward(outputs, grads)
-            return
-        bf16 = self.using_bf16_optimizer
-        if bf16:
-            self.optimizer.clear_lp_grads()
-        # DeepSpeed's output hooks refuse a backward that the engine did not announce.
-        self._running_engine_backward = True
-        try:
-            torch.autograd.backward(outputs, grads)
-        finally:
-            self._running_engine_backward = False
-        if bf16 and not self._config.bfloat16_config.immediate_grad_update:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
-        if self.wall_clock_breakdown():
-            # Started by the output hooks; upstream stops them in a backward that only the loss stage runs.
-            self._stop_timers(self.engine_timers.backward_inner_timers)
-            self._stop_timers(self.engine_timers.backward_timers)
-
-    def _weight_grad(self, instr):
-        start = self._meter.now()
-        self._split.run((instr.stage, instr.mb))
-        self._meter.computed(instr, start)
-
-    def _send_grad(self, instr):
-        state = self._state(instr)
-        self._links.send_grad(instr.stage, instr.mb, instr.peer, state.input_grads, state.input_spec)
-        state.input_grads = []
-
-    def _reduce_tied(self, instr):
-        gradient = gradient_of(self.optimizer)
-        for weight, group in self.module.get_tied_weights_and_groups():
-            # The other owners reduce whether or not this stage used the weight.
-            if weight.requires_grad:
-                dist.all_reduce(gradient(weight), group=group)
-
-    def _reduce(self, instr):
-        plain = self.dp_world_size == 1 and not self.zero_optimization() and not self.using_bf16_optimizer
-        if plain and not self.has_moe_layers:
-            # Nothing to average: upstream would still copy every gradient twice. Missing ones become zero, as there.
-            self._get_gradients_for_reduction()
-        else:
-            self._exec_reduce_grads()
-
-    def _step(self, instr):
-        if self._split and self._split.pending:
-            waiting = ", ".join(f"stage {s} micro-batch {m}" for s, m in self._split.pending)
-            raise RuntimeError(f"weight gradients of {waiting} were never computed: the plan {self.plan.name} steps "
-                               "before their W; nothing was updated")
-        self._meter.before_step()
-        self._exec_optimizer_step()
-
-    _INSTRUCTION_MAP = {
-        ins.LoadMicroBatch: _load,
-        ins.Forward: _forward,
-        ins.Backward: _backward,
-        ins.InputGrad: _backward,
-        ins.WeightGrad: _weight_grad,
-        ins.SendActivation: _send_output,
-        ins.PostActivation: _post_input,
-        ins.SendGrad: _send_grad,
-        ins.PostGrad: _post_grad,
-        ins.ReduceTiedGrads: _reduce_tied,
-        ins.ReduceGrads: _reduce,
-        ins.OptimizerStep: _step,
-    }
 
     # -------------------------------------------------------------------------------------------------- training
 
@@ -549,12 +299,6 @@ def _kept_random_state(wanted: bool):
         torch.set_rng_state(states[2])
         if device is not None:
             accelerator.set_rng_state(device)
-
-
-def _added(total, loss):
-    if torch.is_tensor(loss):
-        return (torch.zeros_like(loss) if total is None else total) + loss.detach()
-    return [_added(None if total is None else total[i], value) for i, value in enumerate(loss)]
 
 
 def _joined(logits: list):
