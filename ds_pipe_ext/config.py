@@ -107,7 +107,7 @@ class PipeConfig(BaseModel):
     @field_validator("partition", mode="before")
     @classmethod
     def _known_partition(cls, value):
-        if value is None or value == "best":
+        if isinstance(value, str) and value.lower() == "best":
             return None
         name, options = partitions.resolve(value, where="pipeline.partition")
         return Choice(name=name, options=options)

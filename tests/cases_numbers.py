@@ -158,7 +158,8 @@ def frozen(rank, world):
                 reference = Reference((_frozen_models()[name], nn.MSELoss()), optimizer=lambda p: clipped(
                     [x for x in p if x.requires_grad], clip or 1e9, lambda p: torch.optim.SGD(p, lr=1.0)))
                 made = engine(model, 0, world, schedule, 4, boundaries=[0, 2, 4], gradient_clipping=clip,
-                              zero_optimization={"stage": zero}, zero_allow_untested_optimizer=True)
+                              zero_optimization={"stage": zero, "reduce_bucket_size": 100_000},
+                              zero_allow_untested_optimizer=True)
                 before = {n: p.detach().clone() for n, p in made.module.named_parameters() if not p.requires_grad}
                 log = count_messages(made)
                 batches = [batch("mlp", i, dtype=F64) for i in range(4)]

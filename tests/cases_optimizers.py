@@ -76,6 +76,24 @@ def optimizers(rank, world):
     return found
 
 
+@case(4)
+def optimizers_with_replicas(rank, world):
+    """2 stages x 2 replicas, clipped: as :func:`optimizers`."""
+    found = {}
+    for name in ("zero-1 fp32", "zero-1 bf16", "zero-1 bf16, fp32 accumulation"):
+        keys, dtype, _ = SETUPS[name]
+        for schedule in (None, "1f1b", "zb-h1", "zb-h2"):
+            made = engine("tied", 5, world, schedule, 3, optimizer=ADAM, stages=2, **{**keys, "gradient_clipping": 0.1})
+            losses, norms = [], []
+            for step in range(3):
+                numbers = range(6 * step + rank % 2, 6 * step + 6, 2)
+                losses.append(made.train_batch(batch("tied", i, dtype=dtype) for i in numbers).item())
+                norms.append(float(made.get_global_grad_norm()))
+            found[name, "tied", schedule] = losses, stage_state(made.module), norms
+            made.destroy()
+    return found
+
+
 @case(2)
 def lost_weight_gradients(rank, world):
     """SGD with learning rate 1: name -> (weights differ when the adapter loses one gradient, error of a forgotten W, weights moved then)."""

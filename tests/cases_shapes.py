@@ -16,7 +16,7 @@ STEPS = [
     ("t", [(2, 6), (2, 4), (2, 4), (2, 6)]), ("t", SHORT), ("t", SHORT), ("t", SHORT),
     ("t", [(2, 4), (2, 4), (2, 4), (1, 4)]), ("t", SHORT), ("e", [(2, 4), (1, 4)]), ("t", SHORT), ("e", SHORT), ("e", SHORT),
     ("e", SHORT), ("t", [(2, 4), (2, 6), (2, 4), (1, 6)]), ("t", [(1, 6)] * 7), ("t", [(3, 5)]), ("t", SHORT), ("t", SHORT),
-]  # yapf: disable
+]
 
 
 def _tokens(number, rows, length):
@@ -44,7 +44,7 @@ def shapes(rank, world):
     """(schedule, groups), loss error, weight error, receives posted ahead in every step."""
     found = []
     for schedule in SCHEDULES:
-        for groups in (2, 1):
+        for groups in (2, 1) if schedule in ("1f1b", "zb-h2") else (2, ):
             reference = Reference("tied", world + 2, F64)
             made = engine(layers("tied", world + 2, F64), 0, world, schedule, 4, pipeline={"p2p_groups": groups})
             log, ahead, error, number = _count_ahead(made), [], 0.0, 0

@@ -18,7 +18,7 @@ def test_defaults(source):
     config = read_config(source)
     assert not config.active
     assert config.model_dump() == {
-        "stages": "auto", "schedule": None, "partition": {"name": "parameters", "options": {}}, "p2p_groups": 2,
+        "stages": "auto", "schedule": None, "partition": None, "p2p_groups": 2,
         "pipe_partitioned": True, "grad_partitioned": True, "seed_layers": False, "activation_checkpoint_interval": 0,
         "use_reentrant": True}
 
@@ -40,7 +40,8 @@ def test_it_cannot_be_changed():
 def test_a_name_is_short_for_an_object():
     assert read(schedule="zb-h1") == read(schedule={"name": "zb-h1"})
     assert read(partition="type:block") == read(partition={"name": "type", "regex": "block"})
-    assert read(partition="best") == read(partition="parameters") == read(partition={"name": "parameters"})
+    assert read(partition="best").partition is read().partition is None
+    assert read(partition="parameters") == read(partition={"name": "parameters"})
     assert read(partition=[0, 2, 4]) == read(partition={"name": "boundaries", "at": [0, 2, 4]})
 
 

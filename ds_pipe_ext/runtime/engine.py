@@ -110,7 +110,7 @@ class PlanEngine(PipelineEngine):
         two = self.pipe_config.p2p_groups == 2
         own = self.grid.pp_proc_group
         if torch_dist.get_backend(own) == "gloo":
-            # gloo tells messages apart by tag, and every further group would keep threads that wake a hundred times a second.
+            # gloo tells messages apart by tag; a further group would keep threads that wake a hundred times a second.
             groups = (own, own, own)
         else:
             # Every rank takes part in making every group, in the same order.

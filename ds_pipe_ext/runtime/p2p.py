@@ -124,7 +124,12 @@ class Links:
         return waiting[0].format(*waiting[1:]) if waiting else ""
 
     def begin(self, mode: str, digest: int = 0) -> None:
-        """Starts a step; ``mode`` (train or eval) selects the set of agreed shapes; headers compare ``digest`` (the plan)."""
+        """Starts a step.
+
+        Args:
+            mode: train or eval; selects the set of agreed shapes.
+            digest: of the plan; headers compare it.
+        """
         self._mode, self._digest = mode, digest << 16
         for (known, _, _), state in self._states.items():
             if known == mode:
@@ -211,7 +216,8 @@ class Links:
             values.append(grad.to(tensor.dtype))
         for message in form.messages(self._grad_share.cut(values)):
             self._send(self._group(self._rank, peer), message, peer, stage, _GRAD,
-                       ("the input gradient of stage {}, micro-batch {}, to be received by rank {}", stage, mb, self._names[peer]))
+                       ("the input gradient of stage {}, micro-batch {}, to be received by rank {}", stage, mb,
+                        self._names[peer]))
 
     def post_grad(self, stage: int, mb: int, peer: int, spec: Spec) -> None:
         """Posts the receive of the gradients of stage ``stage``'s output, whose description is ``spec``."""
