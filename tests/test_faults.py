@@ -70,9 +70,9 @@ def run(world, function, *args, **kwargs):
     return codes, results, logs, [began + seconds - min(failed) if failed else seconds for seconds in ended]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def runs():
-    """All failing runs, started side by side when the first result is asked for."""
+    """All failing runs, started side by side, beside the other tests of this file."""
     with ThreadPoolExecutor(5) as pool:
         yield {name: pool.submit(run, world, fault_cases.train, settings)
                for name, (world, settings, _) in FAILING.items()}
@@ -131,7 +131,7 @@ def test_watching_costs_nothing():
     assert max(results) < 0.1, results
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_signals_end_a_blocked_rank(number):
     codes, _, logs, after = run(2, fault_cases.interrupted, number)
     assert codes[1] in (-number, 128 + number), (codes, logs)
@@ -148,7 +148,7 @@ def environment(world, rank=None, port=None):
     return result
 
 
-@pytest.mark.parametrize("destroy", ["destroy", "keep"])
+@pytest.mark.parametrize("destroy", [pytest.param("destroy", marks=pytest.mark.slow), "keep"])
 def test_plain_end_of_the_interpreter(destroy):
     """Rank 0, which hosts the store, ends long before the other: no alarm, exit code 0, no crash of a thread."""
     port = ranks.free_port()
@@ -177,7 +177,7 @@ def launched(*arguments, launcher=None):
     return process.returncode, "".join(lines), last - failed if failed else float("inf")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_launcher_shows_the_failing_rank_last(rank):
     code, output, seconds = launched("train", "backward", str(rank), "1", "raise")
     assert code != 0 and seconds < PROMISED_S, output

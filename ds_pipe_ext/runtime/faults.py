@@ -185,6 +185,8 @@ class FaultMonitor:
                 # Early, so that those who wait for this rank do not have to wait until it ends.
                 self._first = self._publish(where, error, self._silent()) or _STORE_GONE
             time.sleep(0.1)
+        if self._rank == 0 and self._first is not _STORE_GONE:
+            self._until_read()
         self._end_at = time.monotonic() + _UNWIND_S
         self._note(error, where, self._first)
         if error is not cause:
