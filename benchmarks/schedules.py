@@ -10,7 +10,8 @@ are taken inside a turn and their median is reported, so that a drift of the mac
 isolated: a barrier before each step; from the first start to the last rank's end.
 steady:   consecutive steps without a barrier; total time / steps.
 
-`bare replay` runs the same lowered program with sleeps and plain isend/irecv: what an engine could reach here.
+`bare replay` runs the same lowered program with sleeps and plain isend/irecv. `autograd replay` runs the layers through
+autograd and messages through shared memory: what an engine could reach here.
 `ratio_to_stock` is a speed: stock's step time over this one, above 1 is faster. The other two ratios are times.
 `simulated_s` is the plan's simulated time for as many steps, without any delay of communication.
 
@@ -122,7 +123,7 @@ def rows_of(options: dict, ranks: list[dict]) -> list[dict]:
 
         for key in options["systems"]:
             name, schedule = key.split(":")
-            plan = plans[schedule] if name in (systems.OURS, systems.REPLAY) else None
+            plan = plans[schedule] if name in (systems.OURS, systems.REPLAY, systems.AUTOGRAD) else None
             simulated = None
             if plan is not None:
                 steps = options["steps"] if mode == "steady" else 1
@@ -133,7 +134,8 @@ def rows_of(options: dict, ranks: list[dict]) -> list[dict]:
                 "system": name, "schedule": schedule, "ranks": setting.ranks, "microbatches": setting.microbatches,
                 "mode": mode, "step_s": medians[key], "ratio_to_stock": ratio(f"{systems.STOCK}:1f1b", key),
                 "simulated_s": simulated, "executed_over_simulated": medians[key] / simulated if simulated else None,
-                "executed_over_replay": ratio(key, f"{systems.REPLAY}:{schedule}") if name == systems.OURS else None,
+                "executed_over_replay": ratio(key, f"{systems.REPLAY}:{schedule}")
+                if name in (systems.OURS, systems.AUTOGRAD) else None,
                 "work_s": max(work), "work_s_min": min(work),
                 "stages": ranks[0]["stages"][key], "samples_s": samples[key],
                 "last_loss": losses[-1] if losses else None,
@@ -143,13 +145,15 @@ def rows_of(options: dict, ranks: list[dict]) -> list[dict]:
 
 def problems(rows: list[dict], options: dict) -> list[str]:
     """What is wrong with the result: work that deviates, losses that are missing or not those of the same model."""
+    import systems
+
     share = options["microbatches"] * sum(options[key] for key in ("forward_ms", "input_ms", "weight_ms")) / 1000
     found = []
     for row in rows:
         name = f"{row['system']} {row['schedule']}"
         if not share * 0.999 <= row["work_s_min"] <= row["work_s"] <= share * (1 + options["tolerance"]):
             found.append(f"{name}: slept {row['work_s_min']:.4f} to {row['work_s']:.4f} s a step, expected {share:.4f}")
-        if row["system"] != "bare replay" and row["last_loss"] is None:
+        if row["system"] != systems.REPLAY and row["last_loss"] is None:
             found.append(f"{name}: no rank knows the loss")
     # The same model after the same steps: whoever has as many stages must have the same loss.
     for stages in {row["stages"] for row in rows}:

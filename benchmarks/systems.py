@@ -3,6 +3,7 @@
 A system has a name, a schedule, its stages on this rank, and `step() -> loss or None` (None where it is not known).
 """
 
+import contextlib
 import itertools
 import math
 from dataclasses import dataclass
@@ -11,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_pipe_ext.nn.split_backward import SplitBackward
 from ds_pipe_ext.plan import Plan, lower
 from ds_pipe_ext.registry import schedules
+from ds_pipe_ext.runtime.transport import share_memory
 from ds_pipe_ext.schedules import Shape, build
 
 from sleeping import SleepingLayer, nap
 
-STOCK, TORCH, OURS, REPLAY = "deepspeed", "torch", "ds_pipe_ext", "bare replay"
+STOCK, TORCH, OURS, REPLAY, AUTOGRAD = "deepspeed", "torch", "ds_pipe_ext", "bare replay", "autograd replay"
 LEARNING_RATE = 0.1
 
 
@@ -172,6 +175,63 @@ class ReplaySystem:
             raise RuntimeError(f"received but never used: {sorted(arrivals)}")
 
 
+class AutogradReplaySystem(ReplaySystem):
+    """A replay that runs the layers through autograd and the split backward, over shared memory: no engine.
+
+    Its distance from the bare replay is what autograd costs on cores that have slept, with which any engine begins; the
+    engine's own cost is its distance from this.
+    """
+
+    _transport = None
+
+    def __init__(self, schedule, setting: Setting, plan: Plan):
+        super().__init__(schedule, setting, plan)
+        self.name = AUTOGRAD
+        rank = dist.get_rank()
+        if AutogradReplaySystem._transport is None:
+            AutogradReplaySystem._transport = share_memory(dist.group.WORLD, rank, list(range(setting.ranks)))
+        self.layer, self.last = setting.layers(setting.ranks)[rank], rank == setting.ranks - 1
+        self.split = SplitBackward()
+        self.split.attach(self.layer)
+        self.loss_fn = nn.MSELoss()
+        self.inputs, self.labels = setting.batch()
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=LEARNING_RATE)
+
+    def step(self) -> float | None:
+        transport, m = self._transport, self.plan.microbatches
+        arrivals, inputs, outputs, grads, losses = {}, {}, {}, {}, []
+
+        def arrived(what, mb):
+            work, buffer = arrivals.pop((what, mb))
+            work.wait()
+            return buffer
+
+        for kind, stage, mb, _, peer, *_ in self.instrs:
+            if kind in ("recv_act", "recv_grad"):
+                buffer = torch.empty(self.shape)
+                arrivals[kind[5:], mb] = transport.recv(buffer, peer, kind == "recv_grad"), buffer
+            elif kind == "send_act":
+                transport.send(outputs[mb].detach(), peer, 0)
+            elif kind == "send_grad":
+                transport.send(grads.pop(mb), peer, 1)
+            elif kind == "F":
+                x = inputs[mb] = self.inputs.detach() if stage == 0 else arrived("act", mb).requires_grad_()
+                outputs[mb] = self.layer(x)
+                if self.last:
+                    outputs[mb] = self.loss_fn(outputs[mb], self.labels)
+                    losses.append(outputs[mb].detach())
+            elif kind in ("I", "B"):
+                y, dy = outputs.pop(mb), torch.tensor(1 / m) if self.last else arrived("grad", mb)
+                with self.split.collecting(mb) if kind == "I" else contextlib.nullcontext():
+                    torch.autograd.backward([y], [dy])
+                grads[mb] = inputs.pop(mb).grad
+            elif kind == "W":
+                self.split.run(mb)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(sum(losses) / m) if losses else None
+
+
 def one_stage_plans(setting: Setting) -> dict[str, Plan]:
     """The registered schedules that keep one stage on each rank, in model order; name -> plan."""
     plans = {}
@@ -203,6 +263,8 @@ def catalogue(setting: Setting) -> dict[str, object]:
             OURS, name, setting, ds_pipe_ext.initialize, plan=plan, pipeline={"schedule": name})
     for name, plan in plans.items():
         makers[f"{REPLAY}:{name}"] = lambda name=name, plan=plan: ReplaySystem(name, setting, plan)
+    for name, plan in plans.items():
+        makers[f"{AUTOGRAD}:{name}"] = lambda name=name, plan=plan: AutogradReplaySystem(name, setting, plan)
     return makers
 
 

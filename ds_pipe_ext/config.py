@@ -26,6 +26,7 @@ _ALLOWED = {
     "stages": "an int of at least 1, or \"auto\" (all ranks, or num_stages of the module)",
     "schedule": "the name of a schedule, an object with a name and its options, or null for DeepSpeed's own",
     "p2p_groups": "1 or 2",
+    "p2p_transport": "\"auto\" (shared memory if all ranks of the pipeline run on the CPUs of one host) or \"process_group\"",
     "pipe_partitioned": "true or false",
     "grad_partitioned": "true or false",
     "seed_layers": "true or false",
@@ -53,6 +54,7 @@ class PipeConfig(BaseModel):
         schedule: the schedule, or None: DeepSpeed's own engine runs.
         partition: how layers are cut into stages; None (absent, or DeepSpeed's default "best"): nothing chosen, `parameters`.
         p2p_groups: process groups for transfers: 2 (one per direction) or 1.
+        p2p_transport: "auto": shared memory where all ranks of a pipeline run on the CPUs of one host; "process_group".
         pipe_partitioned, grad_partitioned, seed_layers, activation_checkpoint_interval, use_reentrant: DeepSpeed's own.
     """
 
@@ -61,6 +63,7 @@ class PipeConfig(BaseModel):
     schedule: Choice | None = None
     partition: Choice | None = None
     p2p_groups: Literal[1, 2] = 2
+    p2p_transport: Literal["auto", "process_group"] = "auto"
     pipe_partitioned: StrictBool = True
     grad_partitioned: StrictBool = True
     seed_layers: StrictBool = False

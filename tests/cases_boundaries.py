@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from cases_numbers import F64, Tanh, count_messages
 from deepspeed.pipe import LayerSpec
@@ -149,9 +151,10 @@ def tables(rank, world):
         def specs(inplace):
             return [_spec(Table, 0), _spec(Rotate, 1), _spec(Rotate, 2), _spec(Rotate, 3), LayerSpec(EndTable)]
 
-        for groups in (1, 2):
-            found.append(((schedule, groups), _run(world, schedule, specs, [0, 1, 2, 3, 5], 3, m=5,
-                                                   pipeline={"p2p_groups": groups})))
+        for groups, transport in itertools.product((1, 2), ("auto", "process_group")):
+            found.append(((schedule, groups, transport),
+                          _run(world, schedule, specs, [0, 1, 2, 3, 5], 3, m=5,
+                               pipeline={"p2p_groups": groups, "p2p_transport": transport})))
     return found
 
 

@@ -138,9 +138,9 @@ def count_messages(made) -> list:
     """A list that grows by one for every message sent: (what, bytes)."""
     log, send = [], made._links._send
 
-    def counting(group, message, peer, stage, what, text):
-        log.append((("act", "grad", "header", "shapes")[what], message.nbytes))
-        send(group, message, peer, stage, what, text)
+    def counting(transport, message, peer, stage, what, *rest):
+        log.append((("act", "grad", "header", "shapes", "loss")[what], message.nbytes))
+        send(transport, message, peer, stage, what, *rest)
 
     made._links._send = counting
     return log

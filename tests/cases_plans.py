@@ -36,7 +36,8 @@ def others_schedules(rank, world):
         for seed, m, groups in itertools.product(range(4), (1, 5), (1, 2)):
             schedule = {"name": "any-order", "seed": seed, "split": (0.0, 0.5, 1.0, 0.7)[seed]}
             reference = Reference(kind, world + 2, F64)
-            made = engine(kind, world + 2, world, schedule, m, dtype=F64, pipeline={"p2p_groups": groups})
+            made = engine(kind, world + 2, world, schedule, m, dtype=F64,
+                          pipeline={"p2p_groups": groups, "p2p_transport": ("auto", "process_group")[seed % 2]})
             error = 0.0
             for step in range(3):
                 batches = [batch(kind, m * step + i, dtype=F64) for i in range(m)]

@@ -41,12 +41,14 @@ def _count_ahead(made) -> list:
 
 @case(2, 4)
 def shapes(rank, world):
-    """(schedule, groups), loss error, weight error, receives posted ahead in every step."""
+    """(schedule, groups, transport), loss error, weight error, receives posted ahead in every step."""
     found = []
     for schedule in SCHEDULES:
-        for groups in (2, 1) if schedule in ("1f1b", "zb-h2") else (2, ):
+        ways = [(2, "auto"), (1, "process_group")] if schedule in ("1f1b", "zb-h2") else [(2, "process_group")]
+        for groups, transport in ways + [(2, "process_group"), (1, "auto")] * (schedule == "zb-h2"):
             reference = Reference("tied", world + 2, F64)
-            made = engine(layers("tied", world + 2, F64), 0, world, schedule, 4, pipeline={"p2p_groups": groups})
+            made = engine(layers("tied", world + 2, F64), 0, world, schedule, 4,
+                          pipeline={"p2p_groups": groups, "p2p_transport": transport})
             log, ahead, error, number = _count_ahead(made), [], 0.0, 0
             for kind, sizes in STEPS:
                 batches = [_tokens(number + i, *size) for i, size in enumerate(sizes)]
@@ -62,6 +64,6 @@ def shapes(rank, world):
                 error = max(error, abs(loss - expected))
                 ahead.append(sum(log))
                 log.clear()
-            found.append(((schedule, groups), error, worst(stage_state(made.module), reference.state()), ahead))
+            found.append(((schedule, groups, transport), error, worst(stage_state(made.module), reference.state()), ahead))
             made.destroy()
     return found

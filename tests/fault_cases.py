@@ -206,13 +206,13 @@ def file_store(rank, world, path, case):
     return train(rank, world, case)
 
 
-def interrupted(rank, world, signal_number):
+def interrupted(rank, world, signal_number, transport):
     """Rank 0 sleeps in a step for long; rank 1, blocked in a transfer, gets the signal."""
     import threading
 
     _case.update(place="nowhere", rank=-1, step=-1)
     _now["rank"] = rank
-    made = build(world, "1f1b")
+    made = build(world, "1f1b", pipeline={"schedule": "1f1b", "p2p_transport": transport})
     data = _data()
     made.train_batch(data)
     if rank == 0:

@@ -32,8 +32,8 @@ def free_port() -> int:
 def drop_groups() -> None:
     """Destroys all process groups but the default one, and what DeepSpeed remembers of them.
 
-    To be called between engines: every gloo group keeps threads that wake a hundred times a second, and upstream never
-    destroys a pipeline module's groups, so a process with dozens of engines is busy with nothing else.
+    To be called between engines: every gloo group keeps threads, and upstream never destroys a pipeline module's groups, so
+    a process with dozens of engines is busy with nothing else.
     """
     import gc
 

@@ -18,17 +18,18 @@ def test_defaults(source):
     config = read_config(source)
     assert not config.active
     assert config.model_dump() == {
-        "stages": "auto", "schedule": None, "partition": None, "p2p_groups": 2,
+        "stages": "auto", "schedule": None, "partition": None, "p2p_groups": 2, "p2p_transport": "auto",
         "pipe_partitioned": True, "grad_partitioned": True, "seed_layers": False, "activation_checkpoint_interval": 0,
         "use_reentrant": True}
 
 
 def test_everything_given():
     config = read(stages=3, schedule={"name": "zb-h1"}, partition=[0, 3, 8, 10], p2p_groups=1, pipe_partitioned=False,
-                  grad_partitioned=False, seed_layers=True, activation_checkpoint_interval=2, use_reentrant=False)
+                  p2p_transport="process_group", grad_partitioned=False, seed_layers=True, activation_checkpoint_interval=2, use_reentrant=False)
     assert config.active and config.schedule.name == "zb-h1" and config.schedule.options == {}
     assert (config.partition.name, config.partition.options) == ("boundaries", {"at": [0, 3, 8, 10]})
     assert (config.stages, config.p2p_groups, config.seed_layers, config.use_reentrant) == (3, 1, True, False)
+    assert config.p2p_transport == "process_group"
     assert config.model_fields_set == set(PipeConfig.model_fields)
 
 
@@ -61,6 +62,7 @@ BAD = [
     (dict(stages=None), "pipeline.stages is None; allowed"),
     (dict(p2p_groups=3), "pipeline.p2p_groups is 3; allowed: 1 or 2"), (dict(p2p_groups=True), "pipeline.p2p_groups is True"),
     (dict(p2p_groups="2"), "pipeline.p2p_groups is '2'"), (dict(p2p_groups=1.0), "pipeline.p2p_groups is 1.0"),
+    (dict(p2p_transport="gloo"), "pipeline.p2p_transport is 'gloo'; allowed: \"auto\".* or \"process_group\""),
     (dict(partition="profil"), "pipeline.partition: unknown partitioner 'profil'.*known: best, boundaries, parameters, type, uniform"),
     (dict(partition="uniforms"), r"did you mean 'uniform'\?"), (dict(partition="bst"), r"did you mean 'best'\?"),
     (dict(partition=None), "pipeline.partition is None; allowed"), (dict(partition=3), "pipeline.partition is 3; allowed"),

@@ -8,8 +8,9 @@ import suite
 @pytest.mark.parametrize("world", [2, 4])
 def test_changing_shapes_equal_one_process(world):
     for rank, found in enumerate(suite.result(world, "shapes")):
-        assert [case for case, *_ in found] == [("1f1b", 2), ("1f1b", 1), ("gpipe", 2), ("zb-h1", 2), ("zb-h2", 2),
-                                               ("zb-h2", 1)]
+        assert [case for case, *_ in found] == [
+            ("1f1b", 2, "auto"), ("1f1b", 1, "process_group"), ("gpipe", 2, "process_group"), ("zb-h1", 2, "process_group"),
+            ("zb-h2", 2, "auto"), ("zb-h2", 1, "process_group"), ("zb-h2", 2, "process_group"), ("zb-h2", 1, "auto")]
         for case, loss, weights, ahead in found:
             # Losses travel as fp32: half an ulp below 8.
             assert loss < 1e-6, (rank, case)

@@ -26,6 +26,7 @@ def case(world, place, rank, step=1, how="raise", error="ValueError: boom on pur
     return world, {"place": place, "rank": rank, "step": step, "how": how, **more}, error
 
 
+GLOO = {"pipeline": {"schedule": "1f1b", "p2p_transport": "process_group"}}
 RAISING = {
     "forward, first of 3, later step": case(3, "forward", 0, 2, call=3),
     "forward, middle of 3, first step": case(3, "forward", 1, 0),
@@ -44,6 +45,7 @@ RAISING = {
     "alive after its error, last of 2": case(2, "backward", 1, 1, alive=True),
     "clipping, optimizer of the last of 2": case(2, "optimizer", 1, 1, config={"gradient_clipping": 0.5}),
     "ZeRO-1, middle of 3": case(3, "forward", 1, 1, config={"zero_optimization": {"stage": 1}}),
+    "alive after its error, over process groups": case(3, "forward", 1, 1, alive=True, config=GLOO),
     "interrupt on one rank": case(2, "forward", 0, 1, "interrupt", "KeyboardInterrupt: boom on purpose"),
 }
 KILLED = {
@@ -53,10 +55,14 @@ KILLED = {
     "os._exit in the optimizer": case(3, "optimizer", 1, 1, "os._exit", None),
     "killed between two steps": case(2, "nowhere", 1, 2, "kill", None, between=True),
     "os._exit between two steps": case(2, "nowhere", 0, 2, "os._exit", None, between=True),
+    "killed, middle of 4, over process groups": case(4, "backward", 1, 1, "kill", None, config=GLOO),
+    "killed between two steps, over process groups": case(2, "nowhere", 1, 2, "kill", None, between=True, config=GLOO),
     "sys.exit in the data": case(2, "data", 0, 1, "sys.exit", "SystemExit: 3"),
 }
 OTHER_PLAN = {
     "more micro-batches on one rank": (2, {"place": "", "rank": 1, "step": 1, "other_count": True}, "different plans"),
+    "more micro-batches on one rank, over process groups": (
+        2, {"place": "", "rank": 1, "step": 1, "other_count": True, "config": GLOO}, "different plans"),
     "eval_batch on one rank": (2, {"place": "", "rank": 0, "step": 1, "other_call": True}, "different plans"),
 }
 FAILING = {**RAISING, **KILLED, **OTHER_PLAN}
@@ -131,10 +137,15 @@ def test_watching_costs_nothing():
     assert max(results) < 0.1, results
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_signals_end_a_blocked_rank(number):
-    codes, _, logs, after = run(2, fault_cases.interrupted, number)
-    assert codes[1] in (-number, 128 + number), (codes, logs)
+@pytest.mark.parametrize("transport,number", [("process_group", signal.SIGINT), ("auto", signal.SIGINT),
+                                              pytest.param("auto", signal.SIGTERM, marks=pytest.mark.slow)])
+def test_signals_end_a_blocked_rank(transport, number):
+    codes, _, logs, after = run(2, fault_cases.interrupted, number, transport)
+    if transport == "auto" and number == signal.SIGINT:
+        # A wait for shared memory is interrupted as any Python code is, so the script itself ends.
+        assert codes[1] == 1 and "KeyboardInterrupt" in logs[1] and after[1] < 4, (codes, logs)
+    else:
+        assert codes[1] in (-number, 128 + number), (codes, logs)
     assert after[1] < 10, after
     # Rank 0 is in user code, inside the step: it is ended, or fails in its next transfer.
     assert codes[0] != 0 and after[0] < PROMISED_S, (codes, after, logs)

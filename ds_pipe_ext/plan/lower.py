@@ -21,7 +21,7 @@ from .simulate import Costs, simulate
 #: Instruction kinds beside the compute kinds F, B, I, W of a plan.
 LOAD, SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD = "load", "send_act", "recv_act", "send_grad", "recv_grad"
 REDUCE_TIED, REDUCE, STEP = "reduce_tied", "reduce", "step"
-_RECEIVES = (RECV_ACT, RECV_GRAD)
+_RECEIVES, _SENDS = (RECV_ACT, RECV_GRAD), (SEND_ACT, SEND_GRAD)
 #: An instruction before its slot and window are known: kind, stage, micro-batch, peer.
 Draft = tuple[str, int, int, int]
 
@@ -179,8 +179,19 @@ def _uses(program: list[Draft]) -> dict[str, dict[tuple[int, int], int]]:
 
 
 def _hoist(program: list[Draft], ahead: int) -> list[Draft]:
-    """Moves each receive up to just after the ``ahead``-th message before it in its link was used."""
+    """Moves each receive up to just after the ``ahead``-th message before it in its link was used.
+
+    What that operation sends goes first: another rank is waiting for it.
+    """
     uses = _uses(program)
+
+    def after(at: int) -> float:
+        end = at
+        while at + 1 < len(program) and program[at + 1][0] in (*_RECEIVES, *_SENDS):
+            at += 1
+            end = at if program[at][0] in _SENDS else end
+        return end + 0.5
+
     links: dict[tuple, list[tuple[int, int]]] = defaultdict(list)
     floor: dict[tuple, float] = defaultdict(lambda: -1.0)
     target: list[tuple[float, int]] = []
@@ -193,10 +204,10 @@ def _hoist(program: list[Draft], ahead: int) -> list[Draft]:
         # Messages of one kind between two ranks must be posted in the order they are sent, whatever stages they join.
         queue = links[link]
         queue.append(key)
-        place = uses[kind][queue[-1 - ahead]] + 0.5 if len(queue) > ahead else -1.0
+        place = after(uses[kind][queue[-1 - ahead]]) if len(queue) > ahead else -1.0
         if kind == RECV_GRAD:
             # The shapes of the gradients are those of the outputs, known once the forward has run.
-            place = max(place, uses[RECV_ACT][key] + 0.5)
+            place = max(place, after(uses[RECV_ACT][key]))
         floor[link] = place = min(max(place, floor[link]), at)
         target.append((place, at))
     target.sort()

@@ -23,6 +23,7 @@ from .faults import FaultMonitor
 from .metrics import Meter, track_plan
 from .p2p import Links
 from .partitioned import slices
+from .transport import GroupTransport, share_memory
 
 
 class PlanEngine(InstructionExecutor):
@@ -52,6 +53,7 @@ class PlanEngine(InstructionExecutor):
         self._read = 0
         self._evaluating = False
         self._logits: list = []
+        self._loss_numbers: list[float] | None = None
         self._links = self._faults.links = self._make_links() if self.is_pipe_parallel else None
         self.plan = pipe_config.plan(self.num_stages, self.micro_batches)
         self._split = None
@@ -74,21 +76,22 @@ class PlanEngine(InstructionExecutor):
 
     def _make_links(self) -> Links:
         two = self.pipe_config.p2p_groups == 2
-        own = self.grid.pp_proc_group
+        own, peers = self.grid.pp_proc_group, [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
         if torch_dist.get_backend(own) == "gloo":
-            # gloo tells messages apart by tag; a further group would keep threads that wake a hundred times a second.
-            groups = (own, own, own)
+            shared = None
+            if self.pipe_config.p2p_transport == "auto" and torch.device(self.device).type == "cpu":
+                shared = share_memory(own, self.stage_id, peers)
+            # gloo tells messages apart by tag; a further group would keep more threads.
+            transports = (shared or GroupTransport(own, peers), ) * 3
         else:
             # Every rank takes part in making every group, in the same order.
             for ranks in self.grid.pipe_groups:
                 first = torch_dist.new_group(ranks)
                 made = (first, torch_dist.new_group(ranks) if two else first, torch_dist.new_group(ranks, backend="gloo"))
                 if self.global_rank in ranks:
-                    groups = made
                     self._own_groups = set(made)
-        self.host_group = groups[2]
-        peers = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
-        return Links(torch.device(self.device), peers, self.stage_id, *groups, hoisted=two,
+                    transports = [GroupTransport(group, peers) for group in made]
+        return Links(torch.device(self.device), peers, self.stage_id, *transports, hoisted=two,
                      acts=slices(self, self.pipe_config.pipe_partitioned),
                      grads=slices(self, self.pipe_config.grad_partitioned))
 
@@ -146,11 +149,6 @@ class PlanEngine(InstructionExecutor):
         finally:
             self._slots.clear()
             self._batches.clear()
-        if pipe_schedule.backward and self.fwd_outputs:
-            # Summed in micro-batch order, as upstream does while they are computed.
-            for loss in self.fwd_outputs:
-                self.total_loss = added(self.total_loss, loss)
-            self.loss = self.fwd_outputs[-1]
         self._meter.end()
 
     # -------------------------------------------------------------------------------------------------- training
@@ -170,25 +168,44 @@ class PlanEngine(InstructionExecutor):
         with self._faults.watching("load_checkpoint", step=False):
             return super().load_checkpoint(*args, **kwargs)
 
-    def _aggregate_total_loss(self):
-        """Upstream's mean loss; it travels in the step's one gather instead of a broadcast of its own."""
-        if self.total_additional_losses is not None or self.module.get_additional_losses() is not None:
-            self._meter.gather(*(float("nan"), ) * 3)
-            return super()._aggregate_total_loss()
-        values = (float("nan"), ) * 3
-        if self.is_last_stage():
-            own = self._scale_loss_by_gas(self.total_loss).detach()
-            # Upstream reports fp32; a float64 model keeps its digits.
-            own = own if own.dtype is torch.float64 else own.float()
+    def _give_loss(self):
+        """Sums the step's losses where they are computed, and sends their mean to the other stages."""
+        # Summed in micro-batch order, as upstream does while they are computed.
+        for loss in self.fwd_outputs:
+            self.total_loss = added(self.total_loss, loss)
+        self.loss = self.fwd_outputs[-1]
+        if self.total_additional_losses is not None:
+            return
+        own = self._scale_loss_by_gas(self.total_loss).detach()
+        # Upstream reports fp32; a float64 model keeps its digits.
+        own = own if own.dtype is torch.float64 else own.float()
+        agg = own
+        if self.is_data_parallel:
             agg = own.clone()
-            if self.is_data_parallel:
-                dist.all_reduce(agg, group=self.mpu.get_data_parallel_group())
-                agg /= self.dp_world_size
-            values = (own.item(), agg.item(), float(own.dtype is torch.float64))
-        own, agg, double = self._meter.gather(*values)
+            dist.all_reduce(agg, group=self.mpu.get_data_parallel_group())
+            agg /= self.dp_world_size
+        self._loss_numbers = [own.item(), agg.item(), float(own.dtype is torch.float64)]
+        if self._links:
+            self._links.send_loss(self.num_stages - 1, self._loss_numbers)
+
+    def _aggregate_total_loss(self):
+        """Upstream's mean loss; a message of its own instead of a broadcast."""
+        if self.total_additional_losses is not None or self.module.get_additional_losses() is not None:
+            self._meter.gather()
+            return super()._aggregate_total_loss()
+        # Before the measurements: the last stage's next message waits until the loss was received.
+        if not self.is_last_stage():
+            self._loss_numbers = self._links.take_loss(self.num_stages - 1, self.num_stages - 1, 3)
+        self._meter.gather()
+        own, agg, double = self._loss_numbers
         dtype = torch.float64 if double else torch.float32
         self.dp_group_loss, agg_loss = (torch.tensor(value, dtype=dtype, device=self.device) for value in (own, agg))
         return agg_loss
+
+    def get_global_grad_norm(self):
+        """Norm of the last step's gradients over all stages, before clipping."""
+        self._meter.settle()
+        return super().get_global_grad_norm()
 
     def clip_fp32_gradients(self):
         """Clips by the norm over all stages; upstream counts the first stage's gradients only (fp32, ZeRO-0)."""
@@ -275,7 +292,9 @@ class PlanEngine(InstructionExecutor):
             faults.stop()
         if self.__dict__.get("_split"):
             self._split.detach()
-        # Every gloo group keeps threads that wake a hundred times a second.
+        if self.__dict__.get("_links"):
+            self._links.close()
+        # Every gloo group keeps threads.
         groups, self._own_groups = self.__dict__.get("_own_groups", ()), set()
         for group in groups if torch_dist.is_initialized() else ():
             torch_dist.destroy_process_group(group)

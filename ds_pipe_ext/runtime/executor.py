@@ -14,10 +14,10 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from . import instructions as ins
 from .accumulate import gradient_of
-from .wire import Spec, describe
+from .wire import Spec
 
 
-@dataclass
+@dataclass(slots=True)
 class MicroBatch:
     """What one micro-batch keeps on one stage between its first and last instruction."""
 
@@ -51,7 +51,11 @@ class InstructionExecutor(PipelineEngine):
     the transfers, the split backward, the meter and the buffers of the step."""
 
     def _state(self, instr) -> MicroBatch:
-        return self._slots.setdefault((instr.stage, instr.mb), MicroBatch())
+        key = (instr.stage, instr.mb)
+        state = self._slots.get(key)
+        if state is None:
+            state = self._slots[key] = MicroBatch()
+        return state
 
     def _is_loss(self, stage: int) -> bool:
         return stage == len(self.plan.placement) - 1
@@ -167,7 +171,7 @@ class InstructionExecutor(PipelineEngine):
         state = self._state(instr)
         if state.output_spec is None:
             # Posted ahead of the send: the output is there, its description not yet.
-            state.output_spec = describe(state.outputs, instr.stage, instr.mb)
+            state.output_spec = self._links.spec_of(state.outputs, instr.stage, instr.mb)
         self._links.post_grad(instr.stage, instr.mb, instr.peer, state.output_spec)
 
     def _backward(self, instr):
@@ -247,6 +251,9 @@ class InstructionExecutor(PipelineEngine):
             raise RuntimeError(f"weight gradients of {waiting} were never computed: the plan {self.plan.name} steps "
                                "before their W; nothing was updated")
         self._meter.before_step()
+        if self.fwd_outputs:
+            # Before the optimizer step, so that the others need not wait for the loss after theirs.
+            self._give_loss()
         self._exec_optimizer_step()
 
     _INSTRUCTION_MAP = {

@@ -7,14 +7,13 @@ import time
 from collections import defaultdict
 
 import torch
-import torch.distributed as dist
 
 from ..plan import facts
 from ..plan.simulate import Costs, simulate
 
 #: one number of each per rank, in this order, in the step's single gather
 _FIELDS = ("compute_s", "wait_s", "pipeline_s", "step_s", "samples", "tokens", "peak_activation_bytes", "in_flight",
-           "squared_norm", "forward_s", "input_grad_s", "weight_grad_s", "loss", "mean_loss", "double")
+           "squared_norm", "forward_s", "input_grad_s", "weight_grad_s")
 _SAMPLE_EVERY = 50
 #: plans larger than this are not simulated after every step
 _SIMULATE_BELOW = 20_000
@@ -125,16 +124,9 @@ class Meter:
         """Ends the instructions of a step."""
         self._end = self._clock.now()
 
-    def gather(self, loss: float, mean_loss: float, double: float) -> tuple[float, float, float]:
-        """Gathers the numbers of a training step over the pipeline, the one collective of a step.
-
-        Args:
-            loss, mean_loss: of this replica and of all replicas, on the rank that computes the loss.
-            double: 1.0 if the loss is float64.
-
-        Returns:
-            The three numbers of the rank that computes the loss.
-        """
+    def gather(self) -> None:
+        """Starts to gather the numbers of a training step over the pipeline; nobody waits before they are asked for."""
+        self.settle()
         self._clock.settle(self._end)
         between = self._clock.between
         by_kind = defaultdict(list)
@@ -145,24 +137,27 @@ class Meter:
         row = [sum(map(sum, by_kind.values())), sum(between(*pair) for pair in self._idle),
                between(self._start, self._pipeline_end), between(self._start, self._end), self._samples, self._tokens,
                self._peak, self._most_in_flight, self._squared_norm, mean.get("F", 0.0),
-               mean.get("I", mean.get("B", 0.0)), mean.get("W", 0.0), loss, mean_loss, double]
+               mean.get("I", mean.get("B", 0.0)), mean.get("W", 0.0)]
         engine = self._engine
         if engine.is_pipe_parallel:
-            own = torch.tensor(row, dtype=torch.float64)
-            rows = [torch.empty_like(own) for _ in range(engine.num_stages)]
-            dist.all_gather(rows, own, group=engine.host_group)
-            self._gathered = [r.tolist() for r in rows]
+            engine._links.share(row)
         else:
-            self._gathered = [row]
-        self._report = {}
+            self._take([row])
         self._steps += 1
-        if self._own_norm() and engine.gradient_clipping() == 0.0:
-            squares = [r[_FIELDS.index("squared_norm")] for r in self._gathered]
-            engine._global_grad_norm = sum(squares)**0.5
         if engine.monitor.enabled and engine.global_rank == 0:
             engine.monitor.write_events(self.events())
-        source = self._gathered[engine.plan.placement[-1]]
-        return tuple(source[-3:])
+
+    def settle(self) -> None:
+        """Waits for the numbers of the last training step."""
+        links = self._engine._links
+        rows = links.shared() if links else None
+        if rows:
+            self._take(rows)
+
+    def _take(self, rows: list[list[float]]) -> None:
+        self._gathered, self._report = rows, {}
+        if self._own_norm() and self._engine.gradient_clipping() == 0.0:
+            self._engine._global_grad_norm = sum(row[_FIELDS.index("squared_norm")] for row in rows)**0.5
 
     def report(self) -> dict:
         """The last training step as plain data.
@@ -176,6 +171,7 @@ class Meter:
             the second and then every 50th step: saved for backward plus held for weight gradients), ``in_flight``,
             ``forward_s``, ``input_grad_s``, ``weight_grad_s`` (mean per micro-batch). Empty before the first step.
         """
+        self.settle()
         if self._report or not self._gathered:
             return self._report
         engine = self._engine

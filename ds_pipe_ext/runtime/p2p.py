@@ -1,8 +1,8 @@
 """Asynchronous transfers between neighbouring stages.
 
 Every activation is announced by a header, so any shape can follow any other without a flag. While a link's shapes stay
-the same, its receives are posted ahead into pooled buffers and the header only confirms them; over gloo it then travels
-inside the message. When a shape changes, the sender first fills the receives that are already posted (their number, the
+the same, its receives are posted ahead into pooled buffers and the header only confirms them; where messages have tags it
+then travels inside the message. When a shape changes, the sender first fills the receives that are already posted (their number, the
 window, is known to both ends from the program), then describes and sends the new tensors; for the rest of that step the
 receiver posts each payload once its header has arrived. Gradients have the shapes of the activations, which both ends
 know.
@@ -10,22 +10,28 @@ know.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 from collections import deque
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from .partitioned import Whole
+from .transport import Transport
 from .wire import HEADER_BYTES, HEADER_NUMBERS, BufferPool, Form, Spec, describe, fits, form_of
 
 _SAME, _CHANGED = 0, 1
-_ACT, _GRAD, _HEADER, _BLOB = 0, 1, 2, 3
-#: gloo: a copy below this size costs less than a second message; elsewhere messages are cheap for the host
-_PACK_BELOW_GLOO, _PACK_BELOW = 1 << 20, 1 << 15
+_ACT, _GRAD, _HEADER, _BLOB, _LOSS, _NUMBERS = range(6)
+_KINDS = 6
+#: between hosts' memories a copy below this size costs less than a second message; elsewhere messages are cheap
+_PACK_BELOW_TAGGED, _PACK_BELOW = 1 << 20, 1 << 15
 _PADDING = [0] * (HEADER_BYTES // 8 - HEADER_NUMBERS)
+_NO_HEADER = (0, 0, 0, 0)
+#: what carries the header of an activation whose tensors are all empty
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NO_TENSORS = Form((), (), (), (), False, (((0, ), torch.uint8), ))
 
 
 class TransferError(RuntimeError):
@@ -48,6 +54,10 @@ def plain(error: BaseException) -> str:
     if "Timed out" in text or "timed out" in text:
         return "it did not answer within the timeout of the process group"
     return re.sub(r"^\[[^\]]*\]\s*", "", text)
+
+
+def _as_tensor(header: tuple[int, int, int, int]) -> torch.Tensor:
+    return torch.tensor([*header, *_PADDING])
 
 
 @dataclass(slots=True)
@@ -89,30 +99,33 @@ class Links:
         device: where activations live.
         peers: global rank of every pipeline rank.
         rank: own pipeline rank.
-        to_next, to_prev: process groups for messages to higher and to lower ranks.
-        host: a gloo group of the same ranks, for headers.
-        hoisted: the programs post receives ahead of the global order, so to_next and to_prev must be two groups, or gloo.
+        to_next, to_prev: transports to higher and to lower ranks.
+        host: a transport of tensors in host memory between the same ranks, for headers.
+        hoisted: the programs post receives ahead of the global order, so to_next and to_prev must be two groups, or tagged.
         acts, grads: what of an activation and of a gradient this rank sends.
     """
 
-    def __init__(self, device, peers, rank, to_next, to_prev, host, hoisted: bool, acts: Whole, grads: Whole):
+    def __init__(self, device, peers: list[int], rank: int, to_next: Transport, to_prev: Transport, host: Transport,
+                 hoisted: bool, acts: Whole, grads: Whole):
         self._act_share, self._grad_share = acts, grads
         self._device = device
         self._rank = rank
         #: how messages call a pipeline rank
         self._names = [str(peer) if peer == p else f"{peer} (pipeline rank {p})" for p, peer in enumerate(peers)]
-        self._groups = (to_next, to_prev)
+        self._transports = (to_next, to_prev)
         self._host = host
-        self._peers = {group: [dist.get_group_rank(group, peer) for peer in peers] for group in (to_next, to_prev, host)}
         self._hoisted = hoisted
-        # Only gloo tells messages of one pair apart by tag, which headers inside messages rely on.
-        self._inline = dist.get_backend(to_next) == "gloo"
-        self._pack_below = _PACK_BELOW_GLOO if self._inline else _PACK_BELOW
+        # Headers that travel with their message rely on tags.
+        self._inline = to_next.tagged
+        self._packed_header = to_next.tagged and not to_next.carries
+        self._carries = to_next.carries
+        self._pack_below = _PACK_BELOW_TAGGED if self._inline else _PACK_BELOW
         self._pool = BufferPool(device)
         self._states: dict[tuple, _LinkState] = {}
         self._mode = "train"
         self._digest = 0
         self._sent: list = []
+        self._shared: tuple[list, list] | None = None
         self._grads: dict[tuple[int, int], _Incoming] = {}
         #: what this rank is waiting for, as (function, arguments) or None; read by the fault monitor.
         self._waiting: tuple | None = None
@@ -138,7 +151,7 @@ class Links:
 
     def end(self) -> None:
         """Waits until everything sent in this step has left."""
-        for work, _, what in self._sent:
+        for work, what, _ in self._sent:
             self._wait(work, what)
         self._sent.clear()
 
@@ -149,16 +162,15 @@ class Links:
             TypeError: if the output holds anything but dense tensors.
         """
         state = self._state("out", stage)
-        spec = state.spec if fits(value, state.spec) else describe(value, stage, mb)
+        spec = self.spec_of(value, stage, mb)
         values = [value] if spec.single else list(value)
         what = ("the output of {}F{} to be received by rank {}", stage, mb, self._names[peer])
         changed = spec is not state.spec
         inline = state.ahead and self._inline
         blob = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8) if changed else None
-        header = torch.tensor([_CHANGED if changed else _SAME, mb, 0 if blob is None else blob.numel(),
-                               self._digest | stage, *_PADDING])
+        header = (_CHANGED if changed else _SAME, mb, 0 if blob is None else blob.numel(), self._digest | stage)
         if not inline:
-            self._send(self._host, header, peer, stage, _HEADER, what)
+            self._send(self._host, _as_tensor(header), peer, stage, _HEADER, what)
         if changed:
             if state.ahead:
                 self._fill(state, peer, stage, header, window, what)
@@ -166,18 +178,27 @@ class Links:
             state.change(spec)
             inline = False
         state.count += 1
-        form = form_of(self._act_share.specs(spec.tensors), self._pack_below, inline)
-        for message in form.messages(self._act_share.cut(values), header):
-            self._send(self._group(self._rank, peer), message, peer, stage, _ACT, what)
+        self._send_payload(self._act_share.cut(values), spec, peer, stage, header if inline else None, what)
         return spec
+
+    def _send_payload(self, values, spec, peer, stage, header, what):
+        """The messages of an activation; ``header`` travels with them unless it is None."""
+        packed = header is not None and self._packed_header
+        form = form_of(self._act_share.specs(spec.tensors), self._pack_below, packed)
+        messages = form.messages(values, _as_tensor(header) if packed else None)
+        if header is not None and not messages:
+            messages = [_NOTHING]
+        transport = self._transport(self._rank, peer)
+        for message in messages:
+            self._send(transport, message, peer, stage, _ACT, what, header or _NO_HEADER)
+            header = None
 
     def _fill(self, state, peer, stage, header, window, what):
         """Satisfies the receives that the peer has posted for the old shapes; the first of them carries the header."""
-        form = form_of(self._act_share.specs(state.spec.tensors), self._pack_below, self._inline)
+        tensors = self._act_share.specs(state.spec.tensors)
         for _ in range(window + 1):
-            blank = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in form.tensors]
-            for message in form.messages(blank, header):
-                self._send(self._group(self._rank, peer), message, peer, stage, _ACT, what)
+            blank = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in tensors]
+            self._send_payload(blank, state.spec, peer, stage, header if self._inline else None, what)
 
     def post_act(self, stage: int, mb: int, peer: int) -> None:
         """Posts the receive of stage ``stage``'s input."""
@@ -215,9 +236,14 @@ class Links:
                 grad = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
             values.append(grad.to(tensor.dtype))
         for message in form.messages(self._grad_share.cut(values)):
-            self._send(self._group(self._rank, peer), message, peer, stage, _GRAD,
+            self._send(self._transport(self._rank, peer), message, peer, stage, _GRAD,
                        ("the input gradient of stage {}, micro-batch {}, to be received by rank {}", stage, mb,
                         self._names[peer]))
+
+    def spec_of(self, value, stage: int, mb: int) -> Spec:
+        """The description of a stage's output that is not sent yet."""
+        spec = self._state("out", stage).spec
+        return spec if fits(value, spec) else describe(value, stage, mb)
 
     def post_grad(self, stage: int, mb: int, peer: int, spec: Spec) -> None:
         """Posts the receive of the gradients of stage ``stage``'s output, whose description is ``spec``."""
@@ -233,6 +259,57 @@ class Links:
             self._wait(work, ("the gradient of {}F{}'s output from rank {}", stage, mb, self._names[incoming.peer]))
         return self._grad_share.join(incoming.form.values(incoming.messages, self._device), incoming.spec.tensors)
 
+    def send_loss(self, stage: int, numbers: list[float]) -> None:
+        """Gives ``numbers`` of the stage that computes the loss to all other ranks, which call :meth:`take_loss`."""
+        message = torch.tensor(numbers, dtype=torch.float64)
+        for peer, name in enumerate(self._names):
+            if peer != self._rank:
+                self._send(self._host, message, peer, stage, _LOSS, ("the loss of stage {} to be received by rank {}", stage, name))
+
+    def take_loss(self, stage: int, peer: int, count: int) -> list[float]:
+        """Waits for the ``count`` numbers that stage ``stage`` on pipeline rank ``peer`` sent."""
+        message = torch.empty(count, dtype=torch.float64)
+        self._wait(self._host.recv(message, peer, _KINDS * stage + _LOSS), ("the loss from rank {}", self._names[peer]))
+        return message.tolist()
+
+    def share(self, numbers: list[float]) -> None:
+        """Gives ``numbers`` to all ranks, as all of them do. Nobody waits before :meth:`shared` where messages outlive their
+        sender; a rank may end after its last step."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        rows = [own if peer == self._rank else torch.empty_like(own) for peer in range(len(self._names))]
+        works = []
+        for peer, row in enumerate(rows):
+            if peer != self._rank:
+                works.append((self._host.recv(row, peer, _NUMBERS), ("the measurements of rank {}", self._names[peer])))
+        for peer, name in enumerate(self._names):
+            if peer != self._rank:
+                with contextlib.suppress(TransferError) if self._host.keeps else contextlib.nullcontext():
+                    # A rank that has ended after this step does not want them; any other loss shows in what is received.
+                    works.append(self._start(self._host, own, peer, _NUMBERS,
+                                             ("its measurements to be received by rank {}", name), _NO_HEADER))
+        self._shared = rows, works
+        if not self._host.keeps:
+            self._wait_shared()
+
+    def shared(self) -> list[list[float]] | None:
+        """Every rank's numbers of the last :meth:`share`; None if they have been taken."""
+        if self._shared is None:
+            return None
+        self._wait_shared()
+        (rows, _), self._shared = self._shared, None
+        return [row.tolist() for row in rows]
+
+    def _wait_shared(self) -> None:
+        works = self._shared[1]
+        while works:
+            work, what, *_ = works.pop(0)
+            self._wait(work, what)
+
+    def close(self) -> None:
+        """Frees what the transports hold."""
+        for transport in {*self._transports, self._host}:
+            transport.close()
+
     def _state(self, side: str, stage: int) -> _LinkState:
         key = (self._mode, side, stage)
         state = self._states.get(key)
@@ -240,31 +317,37 @@ class Links:
             state = self._states[key] = _LinkState()
         return state
 
-    def _group(self, source: int, target: int):
-        return self._groups[0] if target > source else self._groups[1]
+    def _transport(self, source: int, target: int) -> Transport:
+        return self._transports[0] if target > source else self._transports[1]
 
-    def _send(self, group, message: torch.Tensor, peer: int, stage: int, what: int, text: tuple) -> None:
-        # The group's own method: dist.isend checks again what is known here, for every message.
-        work = group.send([message], self._peers[group][peer], 4 * stage + what)
-        self._sent.append((work, message, text))
+    def _send(self, transport: Transport, message: torch.Tensor, peer: int, stage: int, what: int, text: tuple,
+              header: tuple[int, int, int, int] = _NO_HEADER) -> None:
+        self._sent.append(self._start(transport, message, peer, _KINDS * stage + what, text, header))
+
+    def _start(self, transport: Transport, message: torch.Tensor, peer: int, tag: int, text: tuple, header: tuple) -> tuple:
+        try:
+            # The message is kept until the work is done.
+            return transport.send(message, peer, tag, header), text, message
+        except RuntimeError as error:
+            raise self._lost(text, error) from error
 
     def _post_header(self, incoming: _Incoming, stage: int) -> None:
         incoming.header = torch.empty(HEADER_BYTES // 8, dtype=torch.int64)
-        incoming.header_work = self._host.recv([incoming.header], self._peers[self._host][incoming.peer],
-                                               4 * (stage - 1) + _HEADER)
+        incoming.header_work = self._host.recv(incoming.header, incoming.peer, _KINDS * (stage - 1) + _HEADER)
 
     def _post_payload(self, incoming: _Incoming, spec: Spec, stage: int, inline: bool) -> None:
         incoming.spec = spec
-        incoming.form = form_of(self._act_share.specs(spec.tensors), self._pack_below, inline)
+        incoming.form = form_of(self._act_share.specs(spec.tensors), self._pack_below, inline and self._packed_header)
+        if inline and self._carries and not incoming.form.shapes:
+            incoming.form = _NO_TENSORS._replace(tensors=incoming.form.tensors)
         self._receive(incoming, (self._mode, stage), stage - 1, _ACT)
 
     def _receive(self, incoming: _Incoming, key: tuple, sender_stage: int, what: int) -> None:
-        group = self._group(incoming.peer, self._rank)
-        source, tag = self._peers[group][incoming.peer], 4 * sender_stage + what
+        transport, tag = self._transport(incoming.peer, self._rank), _KINDS * sender_stage + what
         for position, (shape, dtype) in enumerate(incoming.form.shapes):
             message = self._pool.take((*key, position), shape, dtype)
             incoming.messages.append(message)
-            incoming.works.append(group.recv([message], source, tag))
+            incoming.works.append(transport.recv(message, incoming.peer, tag))
 
     def _read_headers(self, state: _LinkState, stage: int, mb: int) -> None:
         """Reads headers in link order until micro-batch ``mb``'s has been read."""
@@ -279,8 +362,9 @@ class Links:
             else:
                 for work in incoming.works:
                     self._wait(work, what)
+                header = incoming.works[0].header if self._carries else incoming.form.header(incoming.messages)
+                flag, sent_mb, length, sent_stage = header
                 incoming.works = []
-                flag, sent_mb, length, sent_stage = incoming.form.header(incoming.messages)
             if (sent_mb, sent_stage) != (incoming.mb, self._digest | stage - 1):
                 same = sent_stage & ~0xFFFF == self._digest
                 raise TransferError(f"pipeline rank {self._rank} expected {what[0].format(*what[1:])}, but got "
@@ -296,7 +380,7 @@ class Links:
 
     def _change(self, state: _LinkState, stage: int, incoming: _Incoming, length: int, what: tuple) -> None:
         blob = torch.empty(length, dtype=torch.uint8)
-        self._wait(self._host.recv([blob], self._peers[self._host][incoming.peer], 4 * (stage - 1) + _BLOB), what)
+        self._wait(self._host.recv(blob, incoming.peer, _KINDS * (stage - 1) + _BLOB), what)
         # Only this project's own sender writes here: the two processes share a trust domain, as in torch.distributed.
         spec = pickle.loads(blob.numpy().tobytes())
         for posted in (incoming, *state.queue):
@@ -314,6 +398,9 @@ class Links:
         try:
             work.wait()
         except RuntimeError as error:
-            raise TransferError(f"pipeline rank {self._rank} was waiting for {what[0].format(*what[1:])}: "
-                                f"{plain(error)}", lost=True) from error
+            raise self._lost(what, error) from error
         self._waiting = None
+
+    def _lost(self, what: tuple, error: RuntimeError) -> TransferError:
+        return TransferError(f"pipeline rank {self._rank} was waiting for {what[0].format(*what[1:])}: {plain(error)}",
+                             lost=True)
