@@ -63,7 +63,8 @@ class SleepingLayer(nn.Module):
         if torch.is_grad_enabled():
             if not x.requires_grad:
                 x = x.detach().requires_grad_()
-            x.register_hook(self._input_grad)
+            # Removed when it fires: a system may receive into the same tensor again.
+            handle = x.register_hook(lambda grad: self._input_grad(handle))
             y = self.linear(x)
             y.register_hook(self._backward_begins)
         else:
@@ -74,7 +75,8 @@ class SleepingLayer(nn.Module):
     def _backward_begins(self, grad):
         self._began = time.perf_counter()
 
-    def _input_grad(self, grad):
+    def _input_grad(self, handle):
+        handle.remove()
         nap("I", self.stage, self.times[1], self._began)
 
     def _weight_grad(self, grad):

@@ -53,7 +53,8 @@ class PlanEngine(InstructionExecutor):
         self._read = 0
         self._evaluating = False
         self._logits: list = []
-        self._loss_numbers: list[float] | None = None
+        self._loss_numbers: list[float] = []
+        self._loss_given = False
         self._links = self._faults.links = self._make_links() if self.is_pipe_parallel else None
         self.plan = pipe_config.plan(self.num_stages, self.micro_batches)
         self._split = None
@@ -131,6 +132,7 @@ class PlanEngine(InstructionExecutor):
         self._batches.clear()
         self._read = 0
         self.fwd_outputs = []
+        self._loss_given = False
         if self._links:
             self._links.begin("train" if pipe_schedule.backward else "eval", pipe_schedule.digest)
         self._meter.begin(pipe_schedule)
@@ -169,7 +171,10 @@ class PlanEngine(InstructionExecutor):
             return super().load_checkpoint(*args, **kwargs)
 
     def _give_loss(self):
-        """Sums the step's losses where they are computed, and sends their mean to the other stages."""
+        """Sums the step's losses where they are computed, and sends their mean to the other stages, once a step."""
+        if self._loss_given:
+            return
+        self._loss_given = True
         # Summed in micro-batch order, as upstream does while they are computed.
         for loss in self.fwd_outputs:
             self.total_loss = added(self.total_loss, loss)

@@ -229,6 +229,9 @@ class InstructionExecutor(PipelineEngine):
         state = self._state(instr)
         self._links.send_grad(instr.stage, instr.mb, instr.peer, state.input_grads, state.input_spec)
         state.input_grads = []
+        if len(self.fwd_outputs) == self.micro_batches and not self.is_data_parallel:
+            # As soon as nobody waits for something else: a rank that is done with its step returns the loss.
+            self._give_loss()
 
     def _reduce_tied(self, instr):
         gradient = gradient_of(self.optimizer)
@@ -252,7 +255,6 @@ class InstructionExecutor(PipelineEngine):
                                "before their W; nothing was updated")
         self._meter.before_step()
         if self.fwd_outputs:
-            # Before the optimizer step, so that the others need not wait for the loss after theirs.
             self._give_loss()
         self._exec_optimizer_step()
 
