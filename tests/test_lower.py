@@ -1,5 +1,6 @@
 """Lowering: transfers that cannot deadlock, order of messages, hoisting, windows, slots, the end of the step."""
 
+import itertools
 import random
 import sys
 
@@ -30,6 +31,13 @@ def kinds(program: Program) -> list[str]:
 @given(plans)
 def test_any_plan_runs_under_blocking_transfers(plan):
     check_plan(plan)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
+def test_what_another_rank_waits_for_is_sent_before_receives_are_posted(name):
+    for program in lower(build(name, Shape(4, 8))):
+        pairs = list(itertools.pairwise(kinds(program)))
+        assert not {(RECV_ACT, SEND_ACT), (RECV_ACT, SEND_GRAD), (RECV_GRAD, SEND_ACT), (RECV_GRAD, SEND_GRAD)} & set(pairs)
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
+import time
 
 import pytest
 import suite
@@ -116,6 +118,21 @@ def test_what_was_sent_before_the_peer_ended_still_arrives_and_then_the_end_is_t
         pair[0].recv(buffer, 1, 0).wait()
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         pair[0].send(buffer, 1, 0)
+
+
+def test_a_forked_child_does_not_hide_that_a_peer_has_ended(pair):
+    child = os.fork()
+    if child == 0:
+        time.sleep(20)
+        os._exit(0)
+    try:
+        time.sleep(0.2)
+        pair[1].close()
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            pair[0].recv(torch.zeros(1), 1, 0).wait()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_silence_and_a_peer_that_does_not_read_time_out():

@@ -14,6 +14,7 @@ import secrets
 import select
 import socket
 import struct
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -245,6 +246,11 @@ class _End:
             block.unmap()
 
 
+#: Loaders fork workers, which outlive a killed rank: with a copy of its sockets they would hide its end from the peers.
+_open: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [transport.close() for transport in list(_open)])
+
+
 class SharedMemoryTransport:
     """Between processes of one host; for tensors in host memory. Made by :func:`share_memory`."""
 
@@ -253,6 +259,7 @@ class SharedMemoryTransport:
     def __init__(self, connections: dict[int, socket.socket], timeout: float):
         self._timeout = timeout
         self._ends = {peer: _End(connection, self) for peer, connection in connections.items()}
+        _open.add(self)
         seconds = int(timeout)
         for connection in connections.values():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO,
