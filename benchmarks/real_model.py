@@ -112,6 +112,13 @@ def make_engine(options: dict, partition, microbatches: int, schedule: str | Non
     return engine, [int(part) for part in module.parts]
 
 
+def release(engine) -> None:
+    """Lets an engine's memory go: hooks on the outputs that upstream's engine keeps hold the engine itself."""
+    engine.pipe_buffers.clear()
+    engine.fwd_outputs = []
+    engine.loss = engine.total_loss = engine.agg_train_loss = None
+
+
 def worker(context, options: dict) -> dict:
     """One rank: stage costs, then every schedule against stock, one number of micro-batches after the other."""
     import torch
@@ -148,7 +155,9 @@ def worker(context, options: dict) -> dict:
                 step(name)
         measured.append({"microbatches": m, "schedule": schedule, "parts": parts, "losses": losses,
                          "intervals": {name: values[1:] for name, values in intervals.items()}})
-        del engines
+        for engine in engines.values():
+            release(engine)
+        del engine, engines
         gc.collect()
     return {"costs": costs, "measured": measured}
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import hjson
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StrictBool, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StrictBool, StrictFloat, StrictInt, ValidationError
 from pydantic import field_validator, model_validator
 
 from . import partition as partitions
@@ -27,6 +27,7 @@ _ALLOWED = {
     "schedule": "the name of a schedule, an object with a name and its options, or null for DeepSpeed's own",
     "p2p_groups": "1 or 2",
     "p2p_transport": "\"auto\" (shared memory if all ranks of the pipeline run on the CPUs of one host) or \"process_group\"",
+    "watchdog_seconds": "a number of at least 0 (0: never)",
     "pipe_partitioned": "true or false",
     "grad_partitioned": "true or false",
     "seed_layers": "true or false",
@@ -55,6 +56,7 @@ class PipeConfig(BaseModel):
         partition: how layers are cut into stages; None (absent, or DeepSpeed's default "best"): nothing chosen, `parameters`.
         p2p_groups: process groups for transfers: 2 (one per direction) or 1.
         p2p_transport: "auto": shared memory where all ranks of a pipeline run on the CPUs of one host; "process_group".
+        watchdog_seconds: time in one operation after which every rank prints what it does; 0 for never.
         pipe_partitioned, grad_partitioned, seed_layers, activation_checkpoint_interval, use_reentrant: DeepSpeed's own.
     """
 
@@ -64,6 +66,7 @@ class PipeConfig(BaseModel):
     partition: Choice | None = None
     p2p_groups: Literal[1, 2] = 2
     p2p_transport: Literal["auto", "process_group"] = "auto"
+    watchdog_seconds: StrictInt | StrictFloat = Field(120, ge=0, allow_inf_nan=False)
     pipe_partitioned: StrictBool = True
     grad_partitioned: StrictBool = True
     seed_layers: StrictBool = False

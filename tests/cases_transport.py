@@ -1,11 +1,13 @@
 """What ranks of the engine's process groups do to test the shared-memory transport."""
 
+import torch
+from engine_cases import engine
+from models import batch
 from suite import case
 
 
 @case(2, 4)
 def connections(rank, world):
-    import torch
     import torch.distributed as dist
 
     from ds_pipe_ext.runtime import transport
@@ -27,4 +29,25 @@ def connections(rank, world):
             found[name] = transport.share_memory(group, rank, peers)
     finally:
         transport._listen = listen
+    return found
+
+
+@case(2)
+def kept_outputs(rank, world):
+    """transport -> most micro-batches whose sent outputs were still held after a gradient came back, in a step of 12 micro-batches."""
+    found = {}
+    for transport in ("auto", "process_group"):
+        made = engine("mlp", 4, world, "1f1b", 12, pipeline={"p2p_transport": transport})
+        take, held = made._links.take_grad, [0]
+
+        def counting(stage, mb):
+            gradient = take(stage, mb)
+            held.append(len({entry[1][2] for entry in made._links._sent if "output" in entry[1][0]}))
+            return gradient
+
+        made._links.take_grad = counting
+        for _ in range(2):
+            made.train_batch(iter([batch("mlp", i, dtype=torch.float32) for i in range(12)]))
+        found[transport] = max(held)
+        made.destroy()
     return found

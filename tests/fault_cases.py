@@ -226,6 +226,20 @@ def interrupted(rank, world, signal_number, transport):
     made.train_batch(data)
 
 
+def still(rank, world):
+    """Rank 1 sleeps in a forward, rank 2 outside the engine, both for long; the others wait. Nobody fails."""
+    _case.update(place="nowhere", rank=-1, step=-1)
+    _now["rank"] = rank
+    made = build(world, "1f1b", pipeline={"schedule": "1f1b", "watchdog_seconds": 1})
+    data = _data()
+    made.train_batch(data)
+    if rank == 1:
+        _case["sleep"] = 3
+    if rank == 2:
+        time.sleep(6)
+    made.train_batch(data)
+
+
 def main():
     """Under the launcher: ``script.py NAME ARGUMENTS...``, ranks from the environment."""
     arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]

@@ -151,6 +151,14 @@ def test_signals_end_a_blocked_rank(transport, number):
     assert codes[0] != 0 and after[0] < PROMISED_S, (codes, after, logs)
 
 
+def test_when_nothing_moves_every_rank_tells_what_it_does():
+    codes, _, logs, _ = run(3, fault_cases.still)
+    assert codes == [0, 0, 0], logs
+    assert "rank 0 (pipeline rank 0) was waiting for the gradient of 0F0's output from rank 1 for " in logs[0]
+    assert "rank 1 (pipeline rank 1) was in 1F0 (stage 1, forward, micro-batch 0) for " in logs[1]
+    assert "rank 2 (pipeline rank 2) was outside the engine for " in logs[2]
+
+
 def environment(world, rank=None, port=None):
     result = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
     if port is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import threading
@@ -135,6 +136,19 @@ def test_a_forked_child_does_not_hide_that_a_peer_has_ended(pair):
         os.waitpid(child, 0)
 
 
+def test_no_file_descriptor_left_is_told(pair):
+    pair[0].send(torch.zeros(1), 1, 0)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limit[1]))
+    try:
+        with pytest.raises(RuntimeError, match="no file descriptor left"):
+            pair[1].recv(torch.zeros(1), 0, 0).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
 def test_silence_and_a_peer_that_does_not_read_time_out():
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     transport = SharedMemoryTransport({1: left}, timeout=0.2)
@@ -152,3 +166,8 @@ def test_ranks_connect_on_one_host_and_otherwise_nobody_does(world):
     for found in suite.result(world, "connections"):
         assert found == {"sums": [sum(range(world)) - rank for rank in range(world)][found["rank"]], "rank": found["rank"],
                          "elsewhere": None, "without": None}
+
+
+def test_sent_outputs_are_held_no_longer_than_their_micro_batch_is_in_flight():
+    first, last = suite.result(2, "kept_outputs")
+    assert first == {"auto": 0, "process_group": 1} and last == {"auto": 0, "process_group": 0}

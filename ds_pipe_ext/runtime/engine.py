@@ -41,7 +41,7 @@ class PlanEngine(InstructionExecutor):
         self.pipe_config = pipe_config
         self._links: Links | None = None
         self._own_groups: set = set()
-        self._faults = FaultMonitor(dist.get_rank(), getattr(kwargs.get("model"), "stage_id", 0))
+        self._faults = FaultMonitor(dist.get_rank(), getattr(kwargs.get("model"), "stage_id", 0), pipe_config.watchdog_seconds)
         with self._faults.watching("the start of the engine", step=False):
             self._start(pipe_config, *args, **kwargs)
 

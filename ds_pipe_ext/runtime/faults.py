@@ -1,7 +1,8 @@
 """One failure, one message, on every rank, soon.
 
 A rank that fails in an engine call writes what happened to the job's store. One thread in every process looks there; a
-rank that is still stuck some seconds later is ended with that message, since a blocked collective cannot be woken.
+rank that is still stuck some seconds later is ended with that message, since a blocked collective cannot be woken. If a
+rank is in one operation for long, the threads of all ranks print what each is doing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _READ_S = 2.5
 #: how long an interrupt may stay without effect because the main thread is blocked
 _INTERRUPT_S = 3.0
 _LONGEST = 4000
+_LOOKS_FOR_STILLNESS = 4
 _KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "load": "loading",
           "send_act": "send of the output", "recv_act": "receive of the input", "send_grad": "send of the input gradient",
           "recv_grad": "receive of the output gradient", "reduce_tied": "sum of the gradients of tied weights",
@@ -85,13 +87,15 @@ class FaultMonitor:
     Args:
         rank: global rank.
         stage: pipeline rank.
+        patience: seconds in one operation after which all ranks print what they do, and again after twice as long each
+            time; 0 for never.
 
     Attributes:
         links: the transfers, whose ``waiting_for`` says what this rank waits for; None without a pipeline.
         doing: the instruction that runs, or what else the engine does, as text.
     """
 
-    def __init__(self, rank: int, stage: int):
+    def __init__(self, rank: int, stage: int, patience: float = 0.0):
         self.name = f"rank {rank} (pipeline rank {stage})"
         self.links = None
         self.doing = ""
@@ -107,6 +111,11 @@ class FaultMonitor:
         self._end_at = 0.0
         self._broken = ""
         self._answered = False
+        self._patience = patience
+        self._mark: tuple = ()
+        self._since = self._notice_after = 0.0
+        self._notices = 0
+        self._looks = 0
         if self._store is not None:
             _watcher.add(self)
 
@@ -272,6 +281,7 @@ class FaultMonitor:
         if interrupted_at and call is not None and call.entered < interrupted_at < now - _INTERRUPT_S:
             self._publish(f"{self.name} in {operation(self.doing)}", KeyboardInterrupt("interrupted"))
             self._end(f"was interrupted while it {self._activity()}", 128 + signal.SIGINT)
+        self._notice_stillness(now, call)
         if self._first is None:
             first = self._read()
             if first is None or (first is _STORE_GONE and (call is None or not call.step)):
@@ -290,6 +300,24 @@ class FaultMonitor:
         if now - self._first_seen > grace:
             self._end(f"{self._activity()}; {_headline(self._first)}", 1)
 
+    def _notice_stillness(self, now: float, call: _Call | None) -> None:
+        mark = call, self.doing, self.links and self.links._waiting
+        if mark != self._mark:
+            self._mark, self._since, self._notice_after = mark, now, self._patience
+        if self._patience and call is not None and now - self._since >= self._notice_after:
+            self._notice_after *= 2
+            with self._lock, contextlib.suppress(RuntimeError):
+                if self._store is not None and _reachable(self._address):
+                    self._store.add(f"{self._key}/still", 1)
+        self._looks += 1
+        # Asked less often than the rest: it is no failure yet.
+        if self._patience and self._looks % _LOOKS_FOR_STILLNESS == 0 and _reachable(self._address):
+            with self._lock, contextlib.suppress(RuntimeError):
+                told = self._store.add(f"{self._key}/still", 0) if self._store is not None else self._notices
+            if told > self._notices:
+                self._notices = told
+                _say(f"a rank has not moved for long; {self.name} {self._activity()} for {now - self._since:.0f} s")
+
     def _activity(self) -> str:
         if self._call is None:
             return "was outside the engine"
@@ -301,7 +329,7 @@ class FaultMonitor:
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()
         flushing.join(1.0)
-        os.write(2, f"ds_pipe_ext: {self.name} {why}; ending this process\n".encode(errors="replace"))
+        _say(f"{self.name} {why}; ending this process")
         os._exit(code)
 
 
@@ -431,6 +459,11 @@ def _text(error: BaseException) -> str:
 
 def _headline(first: dict) -> str:
     return f"the first failure was on {first['where']}: {first['error']}"
+
+
+def _say(text: str) -> None:
+    # Not print: a stuck main thread may hold the stream's lock.
+    os.write(2, f"ds_pipe_ext: {text}\n".encode(errors="replace"))
 
 
 def _flush() -> None:

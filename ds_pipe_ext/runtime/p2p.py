@@ -29,6 +29,7 @@ _KINDS = 6
 _PACK_BELOW_TAGGED, _PACK_BELOW = 1 << 20, 1 << 15
 _PADDING = [0] * (HEADER_BYTES // 8 - HEADER_NUMBERS)
 _NO_HEADER = (0, 0, 0, 0)
+_OUTPUT = "the output of {}F{} to be received by rank {}"
 #: what carries the header of an activation whose tensors are all empty
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _NO_TENSORS = Form((), (), (), (), False, (((0, ), torch.uint8), ))
@@ -124,7 +125,7 @@ class Links:
         self._states: dict[tuple, _LinkState] = {}
         self._mode = "train"
         self._digest = 0
-        self._sent: list = []
+        self._sent: deque = deque()
         self._shared: tuple[list, list] | None = None
         self._grads: dict[tuple[int, int], _Incoming] = {}
         #: what this rank is waiting for, as (function, arguments) or None; read by the fault monitor.
@@ -164,7 +165,7 @@ class Links:
         state = self._state("out", stage)
         spec = self.spec_of(value, stage, mb)
         values = [value] if spec.single else list(value)
-        what = ("the output of {}F{} to be received by rank {}", stage, mb, self._names[peer])
+        what = (_OUTPUT, stage, mb, self._names[peer])
         changed = spec is not state.spec
         inline = state.ahead and self._inline
         blob = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8) if changed else None
@@ -257,6 +258,8 @@ class Links:
         incoming = self._grads.pop((stage, mb))
         for work in incoming.works:
             self._wait(work, ("the gradient of {}F{}'s output from rank {}", stage, mb, self._names[incoming.peer]))
+        if self._sent:
+            self._release((_OUTPUT, stage, mb))
         return self._grad_share.join(incoming.form.values(incoming.messages, self._device), incoming.spec.tensors)
 
     def send_loss(self, stage: int, numbers: list[float]) -> None:
@@ -322,7 +325,21 @@ class Links:
 
     def _send(self, transport: Transport, message: torch.Tensor, peer: int, stage: int, what: int, text: tuple,
               header: tuple[int, int, int, int] = _NO_HEADER) -> None:
-        self._sent.append(self._start(transport, message, peer, _KINDS * stage + what, text, header))
+        sent = self._start(transport, message, peer, _KINDS * stage + what, text, header)
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        if not sent[0].is_completed():
+            self._sent.append(sent)
+
+    def _release(self, what: tuple) -> None:
+        """Drops what was sent as ``what`` and has arrived; gloo itself does not tell before somebody waits."""
+        kept = deque()
+        for entry in self._sent:
+            if entry[1][:3] == what:
+                self._wait(*entry[:2])
+            else:
+                kept.append(entry)
+        self._sent = kept
 
     def _start(self, transport: Transport, message: torch.Tensor, peer: int, tag: int, text: tuple, header: tuple) -> tuple:
         try:

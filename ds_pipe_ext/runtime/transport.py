@@ -39,6 +39,9 @@ class Work(Protocol):
             RuntimeError: the peer is gone or silent.
         """
 
+    def is_completed(self) -> bool:
+        """True if :meth:`wait` would return at once; False may be wrong."""
+
 
 class Transport(Protocol):
     """Point-to-point messages between the ranks of one pipeline. Messages are contiguous tensors, peers pipeline ranks."""
@@ -118,8 +121,14 @@ class _Block:
 
 
 class _Done:
+    """A message that has been copied."""
+
     @staticmethod
     def wait():
+        return True
+
+    @staticmethod
+    def is_completed():
         return True
 
 
@@ -131,10 +140,14 @@ class _Receive:
 
     def __init__(self, end, message, key):
         self._end, self._message, self._key = end, message, key
+        self.header = None
 
     def wait(self):
         self.header = self._end.take(self._key, self._message)
         return True
+
+    def is_completed(self):
+        return self.header is not None
 
 
 class _End:
@@ -198,7 +211,7 @@ class _End:
     def read(self, flags: int = 0) -> bool:
         """Reads a token; False if there is none and ``flags`` forbid to wait."""
         try:
-            data, ancillary, _, _ = self.socket.recvmsg(_TOKEN.size, _ANCILLARY, flags)
+            data, ancillary, told, _ = self.socket.recvmsg(_TOKEN.size, _ANCILLARY, flags)
         except BlockingIOError:
             if flags:
                 return False
@@ -211,6 +224,9 @@ class _End:
             if flags:
                 return False
             raise RuntimeError("Connection closed by peer")
+        if told & socket.MSG_CTRUNC:
+            raise RuntimeError("this process has no file descriptor left for a peer's shared memory: raise the limit "
+                               "(ulimit -n)")
         nbytes, tag, index, count, *rest = _TOKEN.unpack(data)
         for ack in rest[4:4 + count]:
             block = self._own[ack]
