@@ -73,3 +73,10 @@ def test_configurations_pass_the_check(path):
                           env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True)
     # Two stages are written in `partition`.
     assert done.returncode == 1 and "pipeline.partition" in done.stderr
+
+
+def test_tests_named_by_the_cases_exist():
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs/cases.md").read_text(encoding="utf-8"))
+    assert len(named) > 30
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (file, name)
