@@ -27,6 +27,7 @@ _ALLOWED = {
     "schedule": "the name of a schedule, an object with a name and its options, or null for DeepSpeed's own",
     "p2p_groups": "1 or 2",
     "p2p_transport": "\"auto\" (shared memory if all ranks of the pipeline run on the CPUs of one host) or \"process_group\"",
+    "check_samples": "true or false",
     "watchdog_seconds": "a number of at least 0 (0: never)",
     "pipe_partitioned": "true or false",
     "grad_partitioned": "true or false",
@@ -56,6 +57,7 @@ class PipeConfig(BaseModel):
         partition: how layers are cut into stages; None (absent, or DeepSpeed's default "best"): nothing chosen, `parameters`.
         p2p_groups: process groups for transfers: 2 (one per direction) or 1.
         p2p_transport: "auto": shared memory where all ranks of a pipeline run on the CPUs of one host; "process_group".
+        check_samples: compare what the first and the last stage read in the first steps.
         watchdog_seconds: time in one operation after which every rank prints what it does; 0 for never.
         pipe_partitioned, grad_partitioned, seed_layers, activation_checkpoint_interval, use_reentrant: DeepSpeed's own.
     """
@@ -66,6 +68,7 @@ class PipeConfig(BaseModel):
     partition: Choice | None = None
     p2p_groups: Literal[1, 2] = 2
     p2p_transport: Literal["auto", "process_group"] = "auto"
+    check_samples: StrictBool = True
     watchdog_seconds: StrictInt | StrictFloat = Field(120, ge=0, allow_inf_nan=False)
     pipe_partitioned: StrictBool = True
     grad_partitioned: StrictBool = True

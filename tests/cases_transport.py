@@ -51,3 +51,19 @@ def kept_outputs(rank, world):
         found[transport] = max(held)
         made.destroy()
     return found
+
+
+@case(2)
+def measured_after_the_end(rank, world):
+    """last_step of the last of three steps: read after the engine was destroyed, rank 1 a second later than rank 0."""
+    import time
+
+    found = {}
+    for transport in ("auto", "process_group"):
+        made = engine("mlp", 4, world, "zb-h1", 4, pipeline={"p2p_transport": transport})
+        for _ in range(3):
+            made.train_batch(iter([batch("mlp", i, dtype=torch.float32) for i in range(4)]))
+        time.sleep(rank)
+        made.destroy()
+        found[transport] = made.last_step
+    return found

@@ -87,7 +87,10 @@ def _data():
         trigger("data")
         if _case.get("rows") == index:
             return
-        yield batch("mlp", index)
+        other = _case.get("place") == "samples" and _case["rank"] == _now["rank"]
+        if other and index == 0:
+            print(f"FAILS AT {time.time()}", flush=True)
+        yield batch("mlp", index + 1000 * other)
 
 
 def _prepare(value):

@@ -19,14 +19,14 @@ def test_defaults(source):
     assert not config.active
     assert config.model_dump() == {
         "stages": "auto", "schedule": None, "partition": None, "p2p_groups": 2, "p2p_transport": "auto",
-        "watchdog_seconds": 120,
+        "check_samples": True, "watchdog_seconds": 120,
         "pipe_partitioned": True, "grad_partitioned": True, "seed_layers": False, "activation_checkpoint_interval": 0,
         "use_reentrant": True}
 
 
 def test_everything_given():
     config = read(stages=3, schedule={"name": "zb-h1"}, partition=[0, 3, 8, 10], p2p_groups=1, pipe_partitioned=False,
-                  p2p_transport="process_group", watchdog_seconds=2.5, grad_partitioned=False, seed_layers=True, activation_checkpoint_interval=2, use_reentrant=False)
+                  p2p_transport="process_group", watchdog_seconds=2.5, check_samples=False, grad_partitioned=False, seed_layers=True, activation_checkpoint_interval=2, use_reentrant=False)
     assert config.active and config.schedule.name == "zb-h1" and config.schedule.options == {}
     assert (config.partition.name, config.partition.options) == ("boundaries", {"at": [0, 3, 8, 10]})
     assert (config.stages, config.p2p_groups, config.seed_layers, config.use_reentrant) == (3, 1, True, False)

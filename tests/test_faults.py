@@ -37,6 +37,10 @@ RAISING = {
     "data, first of 4": case(4, "data", 0, 1, call=2),
     "data ends on the last of 3 ranks": case(3, "data", 2, 1, "stop", "StopIteration", call=2),
     "prepare_batch, last of 2": case(2, "prepare_batch", 1, 0, call=2),
+    "other samples on the last of 3": case(3, "samples", 2, 0, error="ValueError: the first stage and the last stage read "
+                                           "different samples for micro-batches 0, 1, 2, 3 of this step"),
+    "other samples on the first of 2, over process groups": case(
+        2, "samples", 1, 0, config=GLOO, error="ValueError: the first stage and the last stage read different samples"),
     "optimizer, middle of 3": case(3, "optimizer", 1, 1),
     "out of memory, middle of 3": case(3, "forward", 1, 1, "oom", "OutOfMemoryError: CUDA out of memory: boom", call=2),
     "MemoryError in a backward": case(2, "backward", 1, 1, "memory", "MemoryError: boom on purpose"),

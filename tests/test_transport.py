@@ -171,3 +171,9 @@ def test_ranks_connect_on_one_host_and_otherwise_nobody_does(world):
 def test_sent_outputs_are_held_no_longer_than_their_micro_batch_is_in_flight():
     first, last = suite.result(2, "kept_outputs")
     assert first == {"auto": 0, "process_group": 1} and last == {"auto": 0, "process_group": 0}
+
+
+def test_measurements_can_be_read_after_the_end():
+    for found in suite.result(2, "measured_after_the_end"):
+        for step in found.values():
+            assert step["step"] == 3 and len(step["compute_s"]) == 2 and min(step["compute_s"]) > 0, found

@@ -23,6 +23,7 @@ from .faults import FaultMonitor
 from .metrics import Meter, track_plan
 from .p2p import Links
 from .partitioned import slices
+from .samples import STEPS
 from .transport import GroupTransport, share_memory
 
 
@@ -55,6 +56,9 @@ class PlanEngine(InstructionExecutor):
         self._logits: list = []
         self._loss_numbers: list[float] = []
         self._loss_given = False
+        #: of the step's micro-batches, on the first and the last stage while their samples are compared, else None
+        self._fingerprints: list[int] | None = None
+        self._compared = 0
         self._links = self._faults.links = self._make_links() if self.is_pipe_parallel else None
         self.plan = pipe_config.plan(self.num_stages, self.micro_batches)
         self._split = None
@@ -133,6 +137,7 @@ class PlanEngine(InstructionExecutor):
         self._read = 0
         self.fwd_outputs = []
         self._loss_given = False
+        self._fingerprints = self._begin_comparison() if pipe_schedule.backward else None
         if self._links:
             self._links.begin("train" if pipe_schedule.backward else "eval", pipe_schedule.digest)
         self._meter.begin(pipe_schedule)
@@ -152,6 +157,13 @@ class PlanEngine(InstructionExecutor):
             self._slots.clear()
             self._batches.clear()
         self._meter.end()
+
+    def _begin_comparison(self) -> list[int] | None:
+        ends = self.plan.placement[0], self.plan.placement[-1]
+        if not self.pipe_config.check_samples or self._compared >= STEPS or ends[0] == ends[1]:
+            return None
+        self._compared += 1
+        return [] if self.stage_id in ends else None
 
     # -------------------------------------------------------------------------------------------------- training
 
@@ -298,6 +310,11 @@ class PlanEngine(InstructionExecutor):
         if self.__dict__.get("_split"):
             self._split.detach()
         if self.__dict__.get("_links"):
+            if self.__dict__.get("_meter") and not faults.failed:
+                # last_step stays readable; what a rank that is gone or far behind does not send is left out.
+                self._links.hurry()
+                with contextlib.suppress(RuntimeError):
+                    self._meter.settle()
             self._links.close()
         # Every gloo group keeps threads.
         groups, self._own_groups = self.__dict__.get("_own_groups", ()), set()

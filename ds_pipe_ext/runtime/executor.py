@@ -14,6 +14,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from . import instructions as ins
 from .accumulate import gradient_of
+from .samples import compare, fingerprint
 from .wire import Spec
 
 
@@ -62,8 +63,13 @@ class InstructionExecutor(PipelineEngine):
 
     def _load(self, instr):
         while instr.mb not in self._batches:
-            self._batches[self._read] = self._prepare(self._next_batch())
+            batch = self._next_batch()
+            if self._fingerprints is not None:
+                self._fingerprints.append(fingerprint(batch))
+            self._batches[self._read] = self._prepare(batch)
             self._read += 1
+            if self._fingerprints is not None and self._read == self.micro_batches and instr.stage == 0:
+                self._links.send_samples(0, self.plan.placement[-1], self._fingerprints)
 
     def _prepare(self, batch):
         prepare = getattr(self.module, "prepare_batch", None)
@@ -253,6 +259,8 @@ class InstructionExecutor(PipelineEngine):
             waiting = ", ".join(f"stage {s} micro-batch {m}" for s, m in self._split.pending)
             raise RuntimeError(f"weight gradients of {waiting} were never computed: the plan {self.plan.name} steps "
                                "before their W; nothing was updated")
+        if self._fingerprints and self.fwd_outputs:
+            compare(self._links.take_samples(0, self.plan.placement[0], self.micro_batches), self._fingerprints)
         self._meter.before_step()
         if self.fwd_outputs:
             self._give_loss()

@@ -119,6 +119,11 @@ class FaultMonitor:
         if self._store is not None:
             _watcher.add(self)
 
+    @property
+    def failed(self) -> bool:
+        """True after a failure here or elsewhere."""
+        return bool(self._broken or self._own or self._first)
+
     def watching(self, what: str, step: bool = True) -> _Call:
         """Context of an engine call: a failure in it is told to the other ranks, and may be theirs.
 

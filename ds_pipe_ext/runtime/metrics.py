@@ -150,9 +150,10 @@ class Meter:
     def settle(self) -> None:
         """Waits for the numbers of the last training step."""
         links = self._engine._links
-        rows = links.shared() if links else None
-        if rows:
-            self._take(rows)
+        if links and links.sharing:
+            # Numbers of an older step would be taken for this one's if a rank is lost.
+            self._gathered, self._report = [], {}
+            self._take(links.shared())
 
     def _take(self, rows: list[list[float]]) -> None:
         self._gathered, self._report = rows, {}

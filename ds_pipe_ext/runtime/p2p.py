@@ -23,8 +23,8 @@ from .transport import Transport
 from .wire import HEADER_BYTES, HEADER_NUMBERS, BufferPool, Form, Spec, describe, fits, form_of
 
 _SAME, _CHANGED = 0, 1
-_ACT, _GRAD, _HEADER, _BLOB, _LOSS, _NUMBERS = range(6)
-_KINDS = 6
+_ACT, _GRAD, _HEADER, _BLOB, _LOSS, _NUMBERS, _SAMPLES = range(7)
+_KINDS = 7
 #: between hosts' memories a copy below this size costs less than a second message; elsewhere messages are cheap
 _PACK_BELOW_TAGGED, _PACK_BELOW = 1 << 20, 1 << 15
 _PADDING = [0] * (HEADER_BYTES // 8 - HEADER_NUMBERS)
@@ -275,6 +275,18 @@ class Links:
         self._wait(self._host.recv(message, peer, _KINDS * stage + _LOSS), ("the loss from rank {}", self._names[peer]))
         return message.tolist()
 
+    def send_samples(self, stage: int, peer: int, fingerprints: list[int]) -> None:
+        """Sends what the first stage has read to the rank of the last, which calls :meth:`take_samples`."""
+        self._send(self._host, torch.tensor(fingerprints), peer, stage, _SAMPLES,
+                   ("the fingerprints of stage {}'s samples to be received by rank {}", stage, self._names[peer]))
+
+    def take_samples(self, stage: int, peer: int, count: int) -> list[int]:
+        """Waits for what stage ``stage`` on pipeline rank ``peer`` has read."""
+        message = torch.empty(count, dtype=torch.int64)
+        self._wait(self._host.recv(message, peer, _KINDS * stage + _SAMPLES),
+                   ("the fingerprints of stage {}'s samples from rank {}", stage, self._names[peer]))
+        return message.tolist()
+
     def share(self, numbers: list[float]) -> None:
         """Gives ``numbers`` to all ranks, as all of them do. Nobody waits before :meth:`shared` where messages outlive their
         sender; a rank may end after its last step."""
@@ -294,10 +306,13 @@ class Links:
         if not self._host.keeps:
             self._wait_shared()
 
-    def shared(self) -> list[list[float]] | None:
-        """Every rank's numbers of the last :meth:`share`; None if they have been taken."""
-        if self._shared is None:
-            return None
+    @property
+    def sharing(self) -> bool:
+        """True from :meth:`share` to :meth:`shared`."""
+        return self._shared is not None
+
+    def shared(self) -> list[list[float]]:
+        """Every rank's numbers of the last :meth:`share`, once."""
         self._wait_shared()
         (rows, _), self._shared = self._shared, None
         return [row.tolist() for row in rows]
@@ -308,8 +323,14 @@ class Links:
             work, what, *_ = works.pop(0)
             self._wait(work, what)
 
+    def hurry(self) -> None:
+        """From now on a wait lasts seconds at most."""
+        for transport in {*self._transports, self._host}:
+            transport.hurry()
+
     def close(self) -> None:
         """Frees what the transports hold."""
+        self._shared = None
         for transport in {*self._transports, self._host}:
             transport.close()
 

@@ -59,6 +59,9 @@ class Transport(Protocol):
     def recv(self, message: torch.Tensor, peer: int, tag: int) -> Work:
         """Posts a receive; those of one peer and tag are filled in the order in which they were posted."""
 
+    def hurry(self) -> None:
+        """Waits of transports that keep messages last seconds at most from now on."""
+
     def close(self) -> None:
         """Frees what the transport holds."""
 
@@ -86,6 +89,9 @@ class GroupTransport:
     def recv(self, message, peer, tag):
         return self._group.recv([message], self._peers[peer], tag)
 
+    def hurry(self):
+        pass
+
     def close(self):
         pass
 
@@ -95,6 +101,7 @@ _TOKEN = struct.Struct("=q3i4q7i")
 _ACKS = 7
 _NO_HEADER = (0, 0, 0, 0)
 _NO_ACKS = [0] * _ACKS
+_HURRY_S = 5.0
 _SMALLEST = mmap.PAGESIZE
 _FD = struct.Struct("=i")
 _ANCILLARY = socket.CMSG_SPACE(_FD.size)
@@ -273,13 +280,19 @@ class SharedMemoryTransport:
     tagged = carries = keeps = True
 
     def __init__(self, connections: dict[int, socket.socket], timeout: float):
-        self._timeout = timeout
         self._ends = {peer: _End(connection, self) for peer, connection in connections.items()}
         _open.add(self)
+        self._limit(timeout)
+
+    def _limit(self, timeout: float) -> None:
+        self._timeout = timeout
         seconds = int(timeout)
-        for connection in connections.values():
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO,
+        for end in self._ends.values():
+            end.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO,
                                   struct.pack("ll", seconds, int((timeout - seconds) * 1e6)))
+
+    def hurry(self):
+        self._limit(_HURRY_S)
 
     def send(self, message, peer, tag, header=_NO_HEADER):
         try:
