@@ -139,7 +139,7 @@ def count_messages(made) -> list:
     log, send = [], made._links._send
 
     def counting(transport, message, peer, stage, what, *rest):
-        log.append((("act", "grad", "header", "shapes", "loss")[what], message.nbytes))
+        log.append((("act", "grad", "header", "shapes", "loss", "numbers", "samples")[what], message.nbytes))
         send(transport, message, peer, stage, what, *rest)
 
     made._links._send = counting

@@ -1,9 +1,43 @@
 """What ranks of the engine's process groups do to test the shared-memory transport."""
 
 import torch
-from engine_cases import engine
-from models import batch
+from deepspeed.pipe import LayerSpec
+from engine_cases import engine, worst
+from models import Block, Reference, batch, stage_state
 from suite import case
+from torch import nn
+
+
+class Conjugated(Block):
+    """Returns a complex tensor whose conjugation is not in its memory."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        return torch.complex(y, 2 * y).conj()
+
+
+class Imaginary(Block):
+    """Its gradient comes back with a sign that is not in its memory."""
+
+    def forward(self, z):
+        return torch.tanh(self.linear(z.conj().imag + z.real))
+
+
+@case(2)
+def conjugated(rank, world):
+    """transport -> (loss error, weight error) of one step."""
+    found = {}
+    for transport in ("auto", "process_group"):
+        def model():
+            return [LayerSpec(Conjugated, 0, dtype=torch.float64), LayerSpec(Imaginary, 1, dtype=torch.float64)], nn.MSELoss()
+
+        reference = Reference(model())
+        made = engine(model(), 0, world, "zb-h1", 3, pipeline={"p2p_transport": transport})
+        batches = [batch("mlp", i, dtype=torch.float64) for i in range(3)]
+        loss = made.train_batch(iter(batches)).item()
+        found[transport] = abs(loss - reference.step(batches)), worst(stage_state(made.module), reference.state())
+        made.destroy()
+    return found
 
 
 @case(2, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import itertools
 import os
@@ -119,6 +120,7 @@ def train(rank, world, case, steps=4):
     _case.update(case)
     _now["rank"] = rank
     made = build(world, case.get("schedule", "1f1b"), **case.get("config", {}))
+    before = [p.detach().clone() for p in made.module.parameters()]
     data = _data()
     try:
         for step in range(steps):
@@ -131,6 +133,8 @@ def train(rank, world, case, steps=4):
                 made.set_train_batch_size(2 * 2 * MICRO_BATCHES)
             made.train_batch(data)
     except BaseException:
+        if all(map(torch.equal, before, made.module.parameters())):
+            print("WEIGHTS KEPT", flush=True)
         if not (case.get("alive") and rank == case["rank"]):
             raise
         traceback.print_exc()
@@ -227,6 +231,29 @@ def interrupted(rank, world, signal_number, transport):
 
         threading.Timer(1.0, send).start()
     made.train_batch(data)
+
+
+def forked(rank, world):
+    """Threads that watch on this rank after children were forked that collected the engine or ended by themselves."""
+    import gc
+    import threading
+
+    made = build(world, "1f1b")
+    data = _data()
+    made.train_batch(data)
+    for way in ("collect", "end"):
+        if (child := os.fork()) == 0:
+            if way == "collect":
+                del made
+                gc.collect()
+                os._exit(0)
+            # What the interpreter does at a normal end.
+            atexit._run_exitfuncs()
+            os._exit(0)
+        os.waitpid(child, 0)
+    made.train_batch(data)
+    time.sleep(2)
+    return [t.name for t in threading.enumerate() if t.name == "ds-pipe-faults"]
 
 
 def still(rank, world):

@@ -56,10 +56,17 @@ def _run_all(rank: int, world: int, only: str) -> dict:
 
 
 @functools.cache
-def _results(world: int) -> list[dict]:
-    return ranks.run(_run_all, world, _ONLY, limit=float(os.environ.get("ENGINE_LIMIT", 300)))
+def _results(world: int) -> list[dict] | ranks.RanksFailed:
+    try:
+        return ranks.run(_run_all, world, _ONLY, limit=float(os.environ.get("ENGINE_LIMIT", 300)))
+    except ranks.RanksFailed as error:
+        # Kept: every test would run all cases again, only to see the same.
+        return error
 
 
 def result(world: int, name: str) -> list:
     """What case ``name`` returned on every rank; the first call runs all cases of that number of ranks."""
-    return [found[name] for found in _results(world)]
+    results = _results(world)
+    if isinstance(results, ranks.RanksFailed):
+        raise results
+    return [found[name] for found in results]

@@ -155,6 +155,11 @@ def test_signals_end_a_blocked_rank(transport, number):
     assert codes[0] != 0 and after[0] < PROMISED_S, (codes, after, logs)
 
 
+def test_forked_children_leave_the_watching_thread_alone():
+    codes, results, logs, _ = run(2, fault_cases.forked)
+    assert codes == [0, 0] and results == [["ds-pipe-faults"]] * 2, logs
+
+
 def test_when_nothing_moves_every_rank_tells_what_it_does():
     codes, _, logs, _ = run(3, fault_cases.still)
     assert codes == [0, 0, 0], logs
@@ -286,5 +291,7 @@ def test_one_rank_fails(runs, name):
         assert re.search(rf"in the pipeline: rank {failing} \(pipeline rank {failing}\) in ", own), shown
         if settings["place"] == "forward":
             assert re.search(rf"in {failing}F\d \(stage {failing}, forward, micro-batch \d\)", own), shown
+    if settings["place"] == "samples":
+        assert all("WEIGHTS KEPT" in log for log in logs), shown
     if name in OTHER_PLAN:
         assert any(error in log for log in logs), shown

@@ -9,7 +9,8 @@ BATCH = ({"input_ids": torch.arange(6).view(2, 3), "mask": None}, [torch.tensor(
 
 
 @pytest.mark.parametrize("value", [BATCH, torch.zeros(0), torch.tensor(True), torch.ones(3, dtype=torch.bfloat16), (), "x",
-                                   torch.arange(6).view(2, 3).t(), torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.cfloat)])
+                                   torch.arange(6).view(2, 3).t(), torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.cfloat),
+                                   torch.ones(2, dtype=torch.cfloat).conj(), torch.ones(2, dtype=torch.cfloat).conj().imag])
 def test_equal_batches_have_equal_fingerprints(value):
     assert fingerprint(value) == fingerprint(value)
 

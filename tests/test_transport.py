@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -39,6 +40,28 @@ def test_every_size_and_dtype_arrives(pair, numel, dtype):
     work = pair[1].recv(received, 0, 3)
     work.wait()
     assert torch.equal(sent, received) and work.header == (1, 2, 2**62, -4)
+
+
+def test_memory_of_a_burst_is_given_back(pair):
+    big = torch.ones(1 << 18)  # a block of 1 MiB
+    for _ in range(64):
+        pair[0].send(big, 1, 0)
+    received = torch.zeros_like(big)
+    for _ in range(64):
+        pair[1].recv(received, 0, 0).wait()
+        assert received[-1] == 1
+    pair[1].send(torch.zeros(1), 0, 0)
+    pair[0].recv(torch.zeros(1), 1, 0).wait()
+    end = pair[0]._ends[1]
+    free = sum(map(len, end._free.values()))
+    assert free == len(end._own) == 64
+    # Emptied memory reads as zeros.
+    assert sum(bool(ctypes.c_float.from_address(block.address).value) for block in end._own) <= 8
+    for value in range(64):
+        pair[0].send(torch.full_like(big, value), 1, 0)
+    for value in range(64):
+        pair[1].recv(received, 0, 0).wait()
+        assert received.eq(value).all()
 
 
 def test_the_sender_may_reuse_its_tensor_at_once(pair):
@@ -177,3 +200,8 @@ def test_measurements_can_be_read_after_the_end():
     for found in suite.result(2, "measured_after_the_end"):
         for step in found.values():
             assert step["step"] == 3 and len(step["compute_s"]) == 2 and min(step["compute_s"]) > 0, found
+
+
+def test_conjugations_and_signs_outside_the_memory_are_sent():
+    for found in suite.result(2, "conjugated"):
+        assert all(loss < 1e-6 and weights < 1e-12 for loss, weights in found.values()), found

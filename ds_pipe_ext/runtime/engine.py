@@ -56,7 +56,7 @@ class PlanEngine(InstructionExecutor):
         self._logits: list = []
         self._loss_numbers: list[float] = []
         self._loss_given = False
-        #: of the step's micro-batches, on the first and the last stage while their samples are compared, else None
+        #: of the step's micro-batches while the samples of the first and the last stage are compared, else None
         self._fingerprints: list[int] | None = None
         self._compared = 0
         self._links = self._faults.links = self._make_links() if self.is_pipe_parallel else None
@@ -163,7 +163,7 @@ class PlanEngine(InstructionExecutor):
         if not self.pipe_config.check_samples or self._compared >= STEPS or ends[0] == ends[1]:
             return None
         self._compared += 1
-        return [] if self.stage_id in ends else None
+        return []
 
     # -------------------------------------------------------------------------------------------------- training
 

@@ -259,12 +259,21 @@ class InstructionExecutor(PipelineEngine):
             waiting = ", ".join(f"stage {s} micro-batch {m}" for s, m in self._split.pending)
             raise RuntimeError(f"weight gradients of {waiting} were never computed: the plan {self.plan.name} steps "
                                "before their W; nothing was updated")
-        if self._fingerprints and self.fwd_outputs:
-            compare(self._links.take_samples(0, self.plan.placement[0], self.micro_batches), self._fingerprints)
+        if self._fingerprints is not None:
+            self._check_samples()
         self._meter.before_step()
         if self.fwd_outputs:
             self._give_loss()
         self._exec_optimizer_step()
+
+    def _check_samples(self):
+        last = len(self.plan.placement) - 1
+        if self.stage_id == self.plan.placement[last]:
+            compare(self._links.take_samples(0, self.plan.placement[0], self.micro_batches), self._fingerprints)
+            self._links.tell_samples_agree(last)
+        else:
+            # Before any update: if they do not agree, the last stage fails and this wait with it.
+            self._links.take_samples(last, self.plan.placement[last], 1)
 
     _INSTRUCTION_MAP = {
         ins.LoadMicroBatch: _load,

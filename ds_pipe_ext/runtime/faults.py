@@ -389,6 +389,21 @@ class _Watcher:
         if last:
             self._stop()
 
+    def forget(self) -> None:
+        """In a forked child, which has no such thread: what it inherited would stop its parent's."""
+        self._lock = threading.Lock()
+        if self._thread is None:
+            return
+        for monitor in self._monitors:
+            # Its lock may have been held by the thread that is not here.
+            monitor._lock, monitor._store = threading.Lock(), None
+        self._monitors.clear()
+        atexit.unregister(self._stop)
+        signal.set_wakeup_fd(-1)
+        for fd in self._pipe:
+            os.close(fd)
+        self._thread = None
+
     def _listen(self, fd: int) -> None:
         """Lets the operating system's signals wake the thread: the main thread, blocked in a transfer, does not see them."""
         if threading.current_thread() is not threading.main_thread():
@@ -432,6 +447,7 @@ class _Watcher:
 
 
 _watcher = _Watcher()
+os.register_at_fork(after_in_child=_watcher.forget)
 _STORE_GONE = {"rank": -1, "where": "the process that hosts the job's store (rank 0, unless the launcher hosts it)",
                "error": "it has gone"}
 

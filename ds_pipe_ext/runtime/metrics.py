@@ -52,7 +52,7 @@ class Meter:
         self._engine = engine
         self._clock = _Clock(torch.device(engine.device))
         self._now = self._clock.now
-        self._steps = 0
+        self._steps = self._measured_step = 0
         self._spans: list[tuple] = []
         self._idle: list[tuple] = []
         self._live: dict[tuple[int, int], int] = {}
@@ -144,6 +144,7 @@ class Meter:
         else:
             self._take([row])
         self._steps += 1
+        self._measured_step = engine.global_steps
         if engine.monitor.enabled and engine.global_rank == 0:
             engine.monitor.write_events(self.events())
 
@@ -180,13 +181,14 @@ class Meter:
         span = max(columns["pipeline_s"])
         step_s = max(columns["step_s"])
         width = engine.dp_world_size
+        norm = engine.get_global_grad_norm()
         self._report = {
-            "step": engine.global_steps,
+            "step": self._measured_step,
             "schedule": engine.plan.name,
             "step_s": step_s,
             "samples_per_s": max(columns["samples"]) * width / step_s,
             "tokens_per_s": max(columns["tokens"]) * width / step_s,
-            "grad_norm": engine.get_global_grad_norm(),
+            "grad_norm": None if norm is None else float(norm),
             "bubble_measured": [1 - busy / span for busy in columns["compute_s"]],
             "bubble_predicted": self._predict(columns),
             **{name: columns[name] for name in ("compute_s", "wait_s", "forward_s", "input_grad_s", "weight_grad_s")},

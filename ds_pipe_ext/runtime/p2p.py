@@ -280,8 +280,15 @@ class Links:
         self._send(self._host, torch.tensor(fingerprints), peer, stage, _SAMPLES,
                    ("the fingerprints of stage {}'s samples to be received by rank {}", stage, self._names[peer]))
 
+    def tell_samples_agree(self, stage: int) -> None:
+        """The last stage has compared: all other ranks, which wait in :meth:`take_samples`, may step."""
+        for peer, name in enumerate(self._names):
+            if peer != self._rank:
+                self._send(self._host, torch.ones(1, dtype=torch.int64), peer, stage, _SAMPLES,
+                           ("the comparison of samples of stage {} to be received by rank {}", stage, name))
+
     def take_samples(self, stage: int, peer: int, count: int) -> list[int]:
-        """Waits for what stage ``stage`` on pipeline rank ``peer`` has read."""
+        """Waits for what stage ``stage`` on pipeline rank ``peer`` has read, or for its word that samples agree."""
         message = torch.empty(count, dtype=torch.int64)
         self._wait(self._host.recv(message, peer, _KINDS * stage + _SAMPLES),
                    ("the fingerprints of stage {}'s samples from rank {}", stage, self._names[peer]))

@@ -16,7 +16,7 @@ def fingerprint(batch) -> int:
     result = 0
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            leaf = leaf.detach().cpu().contiguous()
+            leaf = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
             result = zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode(), result)
             result = zlib.crc32(leaf.view(-1).view(torch.uint8).numpy(), result)
         elif isinstance(leaf, (str, bytes, int, float, bool)):

@@ -102,6 +102,9 @@ _ACKS = 7
 _NO_HEADER = (0, 0, 0, 0)
 _NO_ACKS = [0] * _ACKS
 _HURRY_S = 5.0
+#: free blocks of one size that keep their memory, and the size from which it matters
+_KEPT, _LARGE = 8, 1 << 18
+_MADV_REMOVE = 9
 _SMALLEST = mmap.PAGESIZE
 _FD = struct.Struct("=i")
 _ANCILLARY = socket.CMSG_SPACE(_FD.size)
@@ -109,6 +112,7 @@ _ANCILLARY = socket.CMSG_SPACE(_FD.size)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -122,6 +126,10 @@ class _Block:
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), f"cannot map {size} bytes of shared memory")
         self.address, self.size, self.index = address, size, index
+
+    def empty(self) -> None:
+        """Gives the memory back, but not its place: a receiver that was behind once does not cost memory for ever."""
+        _libc.madvise(self.address, self.size, _MADV_REMOVE)
 
     def unmap(self) -> None:
         _libc.munmap(self.address, self.size)
@@ -226,6 +234,8 @@ class _End:
         except ConnectionResetError:
             # Reported once when the peer has ended without reading everything; what it sent before follows.
             return True
+        except OSError as error:
+            raise RuntimeError(f"cannot receive: {error}") from error
         if not data:
             self.ended = True
             if flags:
@@ -237,7 +247,10 @@ class _End:
         nbytes, tag, index, count, *rest = _TOKEN.unpack(data)
         for ack in rest[4:4 + count]:
             block = self._own[ack]
-            self._free[block.size].append(block)
+            free = self._free[block.size]
+            if len(free) >= _KEPT and block.size >= _LARGE:
+                block.empty()
+            free.append(block)
         if ancillary:
             fd = _FD.unpack(ancillary[0][2])[0]
             try:
@@ -299,6 +312,10 @@ class SharedMemoryTransport:
             self._ends[peer].send(message, tag, header)
         except (BrokenPipeError, ConnectionResetError):
             raise RuntimeError("Connection closed by peer") from None
+        except OSError as error:
+            # Such as too many file descriptors under way, or no memory.
+            raise RuntimeError(f"cannot send {message.nbytes} bytes through shared memory: {error}; pipeline.p2p_transport "
+                               "\"process_group\" does without") from error
         return _DONE
 
     def recv(self, message, peer, tag):

@@ -90,6 +90,11 @@ def fits(value, spec: Spec | None) -> bool:
                for x, known in zip(values, spec.tensors))
 
 
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """Contiguous, and with every conjugation and sign in its memory: transports see nothing else."""
+    return value.detach().resolve_conj().resolve_neg().contiguous()
+
+
 class Form(NamedTuple):
     """How the tensors of a description are grouped into messages.
 
@@ -111,7 +116,7 @@ class Form(NamedTuple):
 
     def messages(self, values: list[torch.Tensor], header: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Contiguous message tensors; those sent alone share memory with ``values`` where these are contiguous."""
-        messages = [values[i].detach().contiguous() for i in self.alone]
+        messages = [_plain(values[i]) for i in self.alone]
         if len(self.shapes) == len(messages):
             return messages
         pieces, end = [], 0
@@ -121,7 +126,7 @@ class Form(NamedTuple):
         for i, offset in zip(self.packed, self.offsets):
             if offset > end:
                 pieces.append(torch.zeros(offset - end, dtype=torch.uint8, device=values[i].device))
-            pieces.append(values[i].detach().contiguous().view(-1).view(torch.uint8))
+            pieces.append(_plain(values[i]).view(-1).view(torch.uint8))
             end = offset + self.tensors[i].nbytes
         total = self.shapes[-1][0][0]
         if total > end:
