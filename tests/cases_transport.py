@@ -1,5 +1,7 @@
 """What ranks of the engine's process groups do to test the shared-memory transport."""
 
+import json
+
 import torch
 from deepspeed.pipe import LayerSpec
 from engine_cases import engine, worst
@@ -100,4 +102,11 @@ def measured_after_the_end(rank, world):
         time.sleep(rank)
         made.destroy()
         found[transport] = made.last_step
+    made = engine("mlp", 4, world, "zb-h1", 4, dtype=torch.bfloat16, bf16={"enabled": True}, gradient_clipping=1.0,
+                  zero_optimization={"stage": 1}, optimizer={"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}})
+    for _ in range(3):
+        made.train_batch(iter([batch("mlp", i, dtype=torch.bfloat16) for i in range(4)]))
+    # Upstream's norm is a tensor there.
+    found["bf16, ZeRO-1"] = json.loads(json.dumps(made.last_step))
+    made.destroy()
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -170,6 +171,19 @@ def test_no_file_descriptor_left_is_told(pair):
             pair[1].recv(torch.zeros(1), 0, 0).wait()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def test_errors_of_the_operating_system_are_told_as_failed_transfers(pair, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(RuntimeError, match="cannot send 4 bytes through shared memory.*Too many open files.*p2p_transport"):
+        pair[0].send(torch.zeros(1), 1, 0)
+    work = pair[0].recv(torch.zeros(1), 1, 0)
+    pair[0].close()
+    with pytest.raises(RuntimeError, match="cannot receive.*Bad file descriptor"):
+        work.wait()
 
 
 def test_silence_and_a_peer_that_does_not_read_time_out():
