@@ -10,6 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import MUON_OPTIMIZER
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ..config import PipeConfig
@@ -21,6 +22,7 @@ from .accumulate import accumulator_of
 from .executor import InstructionExecutor, MicroBatch, added
 from .faults import FaultMonitor
 from .metrics import Meter, track_plan
+from .optimizers import align_groups, client_aligned, correct, idle_parameter, muon_groups
 from .p2p import Links
 from .partitioned import slices
 from .samples import STEPS
@@ -100,19 +102,18 @@ class PlanEngine(InstructionExecutor):
                      acts=slices(self, self.pipe_config.pipe_partitioned),
                      grads=slices(self, self.pipe_config.grad_partitioned))
 
+    def _configure_optimizer(self, client_optimizer, model_parameters):
+        super()._configure_optimizer(client_aligned(self, client_optimizer), model_parameters)
+        correct(self.optimizer)
+
     def _configure_basic_optimizer(self, model_parameters):
-        parameters = list(model_parameters or [])
-        if not parameters:
-            # A stage may have nothing to train. torch refuses an empty list, but takes an empty group.
-            parameters = [{"params": []}]
-            if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
-                # DeepSpeed's own optimizers look at the first parameter and take part in collectives: one that never
-                # gets a gradient.
-                dtype, _ = self.get_data_types()
-                idle = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=self.device))
-                self.param_names[idle] = "ds_pipe_ext.nothing_to_train"
-                parameters = [idle]
-        return super()._configure_basic_optimizer(parameters)
+        # torch refuses an empty list, and DeepSpeed's own optimizers look at the first parameter.
+        parameters = list(model_parameters) or [idle_parameter(self)]
+        if self.optimizer_name() == MUON_OPTIMIZER:
+            parameters = muon_groups(self, list(model_parameters))
+        made = super()._configure_basic_optimizer(parameters)
+        align_groups(self, made)
+        return made
 
     # ------------------------------------------------------------------------------------------------ schedules
 
@@ -231,7 +232,8 @@ class PlanEngine(InstructionExecutor):
         self._global_grad_norm = total.sqrt().item()
         factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if factor < 1.0 and grads:
+        # A norm that is no number makes all gradients none on all stages, as torch's clipping does.
+        if not factor >= 1.0 and grads:
             torch._foreach_mul_(grads, factor)
 
     def _squared_norm(self) -> torch.Tensor:
