@@ -4,7 +4,7 @@ Their steps contain collectives over the stages: one a parameter group (ZeRO-1 a
 that are empty on a rank, and a stage that trains nothing has none, so ranks would wait for each other or add up the norms
 of different groups. Here every rank keeps as many groups as the others, in the same order.
 
-The fp16 optimizers of ZeRO 0 get what DeepSpeed's engine leaves out: see :func:`scaled` and :func:`correct`.
+Loss scaling in fp16 gets what DeepSpeed leaves out: see :func:`scaled` and :func:`correct`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_invalid_grad_norm
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from .accumulate import gradient_of
 
 _IDLE = "ds_pipe_ext.nothing_to_train"
 #: what DeepSpeed's norms ask a tensor: is it counted on this rank?
@@ -93,15 +96,28 @@ def scaled(optimizer, loss: torch.Tensor) -> torch.Tensor:
 def correct(optimizer) -> None:
     """Corrects, on this instance, what DeepSpeed's steps do wrong on a pipeline.
 
-    BF16_Optimizer cannot take the norm of a stage without gradients. The fp16 optimizers raise the loss scale before they
-    divide by it; FP16_UnfusedOptimizer counts shared weights once per stage, reports the scaled norm, and enters
-    collectives only if there are gradients.
+    BF16_Optimizer cannot take the norm of a stage without gradients. All fp16 steps raise a dynamic loss scale before they
+    divide by it, which halves that step's gradients. With offload_optimizer, a parameter without gradient would be stepped
+    by its last one. FP16_UnfusedOptimizer counts shared weights once per stage, reports the
+    scaled norm, and enters collectives only if there are gradients.
     """
     if isinstance(optimizer, BF16_Optimizer) and optimizer.using_real_optimizer:
         optimizer.get_grads_for_norm = functools.partial(_never_empty, optimizer.get_grads_for_norm,
                                                          optimizer.fp32_groups_gradients_flat[0].new_zeros(1))
     elif isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         optimizer.step = functools.partial(_fp16_step, optimizer, optimizer.step)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        if optimizer.dynamic_loss_scale:
+            optimizer.step = functools.partial(_scale_kept, optimizer, optimizer.step)
+        if optimizer.cpu_offload:
+            optimizer.reduce_gradients = functools.partial(_none_missing, optimizer, optimizer.reduce_gradients)
+
+
+def _none_missing(optimizer, reduce_gradients, **kwargs):
+    gradient = gradient_of(optimizer)
+    for param in (param for group in optimizer.bit16_groups for param in group):
+        gradient(param)
+    reduce_gradients(**kwargs)
 
 
 def _never_empty(grads_for_norm, zero, for_clipping=False):
@@ -118,15 +134,21 @@ def _fp16_step(optimizer, step, *args, **kwargs):
         for mark in _MARKS:
             if hasattr(param, mark):
                 setattr(param.grad, mark, getattr(param, mark))
-    scale, skips = optimizer.loss_scale, []
-    # Only after the gradients were divided by the scale that their loss had.
-    optimizer._update_scale = skips.append
+    scale = optimizer.loss_scale
+    result = _scale_kept(optimizer, step, *args, **kwargs)
+    if isinstance(optimizer, FP16_UnfusedOptimizer) and not is_invalid_grad_norm(optimizer._global_grad_norm):
+        optimizer._global_grad_norm /= scale
+    return result
+
+
+def _scale_kept(optimizer, step, *args, **kwargs):
+    """A step that divides by the scale that its losses had; the scale moves afterwards."""
+    found = []
+    optimizer._update_scale = found.append
     try:
         result = step(*args, **kwargs)
     finally:
         del optimizer._update_scale
-    if isinstance(optimizer, FP16_UnfusedOptimizer) and not is_invalid_grad_norm(optimizer._global_grad_norm):
-        optimizer._global_grad_norm /= scale
-    for skip in skips:
-        optimizer._update_scale(skip)
+    for overflow in found:
+        optimizer._update_scale(overflow)
     return result
