@@ -8,6 +8,7 @@ import os
 import torch
 from cases_numbers import clipped
 from cases_optimizers import ADAM, SETUPS, ZERO_1, allow_fp16
+from cases_precision import Head, SparseEmbed
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from engine_cases import engine, worst
 from models import Block, Embed, Reference, batch, cross_entropy, project, stage_state
@@ -131,6 +132,10 @@ class Tanh(nn.Module):
         return torch.tanh(x)
 
 
+#: for fp32 without ZeRO only: DeepSpeed's other optimizers flatten gradients
+SPARSE = "sparse embedding"
+
+
 def odd_models(dtype) -> dict:
     """name -> (layers of two stages of two layers each, loss, kind of the data)."""
 
@@ -150,6 +155,9 @@ def odd_models(dtype) -> dict:
         "last stage has the tied weight only": ([TiedLayerSpec("embed", Embed, dtype=dtype), block(1), LayerSpec(Tanh),
                                                  TiedLayerSpec("embed", Embed, dtype=dtype, forward_fn=project)],
                                                 cross_entropy, "tied"),
+        # The reference has dense gradients: torch clips no others.
+        SPARSE: ([LayerSpec(SparseEmbed, sparse=dtype is torch.float32, dtype=dtype), block(1), block(2),
+                  LayerSpec(Head, dtype=dtype)], cross_entropy, "tied"),
     }
 
 
@@ -165,6 +173,8 @@ def odd_stages(rank, world):
     for name in ODD:
         keys, dtype, _ = SETUPS[name]
         for kind in odd_models(dtype):
+            if kind == SPARSE and name != "fp32":
+                continue
             specs, loss, data = odd_models(dtype)[kind]
             made = engine((specs, loss), 0, world, "zb-h1", 3, optimizer={"type": "SGD", "params": {"lr": 0.1}},
                           boundaries=[0, 2, 4], zero_allow_untested_optimizer=True, **{**keys, "gradient_clipping": 0.3})

@@ -48,7 +48,7 @@ def growing_scale(rank, world):
         # Which wrapper DeepSpeed takes depends on the class of the optimizer only.
         upstream_engine.FusedAdam = torch.optim.SGD if wrapper == "fused" else fused
         scale = {"initial_scale_power": 8, "loss_scale_window": 1} if wrapper else {"loss_scale": 256}
-        made = engine("tied", 5, world, schedule, 3, optimizer=SGD, zero_allow_untested_optimizer=True, gradient_clipping=1.0,
+        made = engine("tied", 5, world, schedule, 3, optimizer=SGD, zero_allow_untested_optimizer=True,
                       fp16={"enabled": True, **scale}, **FP16[wrapper or "zero-1"])
         found[wrapper, schedule] = type(made.optimizer).__name__, trained(made, lambda i: batch("tied", i), 4)
         made.destroy()
@@ -168,10 +168,10 @@ def _named(setups, world, kind):
 
 
 class SparseEmbed(nn.Embedding):
-    """An embedding with sparse gradients, weights by seed."""
+    """An embedding with sparse gradients, or the same with dense ones; weights by seed."""
 
-    def __init__(self):
-        super().__init__(11, 8, sparse=True)
+    def __init__(self, sparse=True, dtype=torch.float32):
+        super().__init__(11, 8, sparse=sparse, dtype=dtype)
         with torch.no_grad():
             self.weight.copy_(torch.randn(11, 8, generator=torch.Generator().manual_seed(5)))
 
@@ -179,9 +179,9 @@ class SparseEmbed(nn.Embedding):
 class Head(Block):
     """Width 8 to 11 tokens."""
 
-    def __init__(self):
-        super().__init__(9)
-        self.out = nn.Linear(8, 11)
+    def __init__(self, dtype=torch.float32):
+        super().__init__(9, dtype=dtype)
+        self.out = nn.Linear(8, 11, dtype=dtype)
         with torch.no_grad():
             self.out.weight.copy_(torch.randn(11, 8, generator=torch.Generator().manual_seed(6)))
             self.out.bias.zero_()

@@ -233,8 +233,11 @@ class PlanEngine(InstructionExecutor):
         factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         # A norm that is no number makes all gradients none on all stages, as torch's clipping does.
-        if not factor >= 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
+        if not factor >= 1.0:
+            for grad in (grad for grad in grads if grad.is_sparse):
+                grad.mul_(factor)
+            if dense := [grad for grad in grads if not grad.is_sparse]:
+                torch._foreach_mul_(dense, factor)
 
     def _squared_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, each parameter of the model counted on one rank only."""
@@ -244,6 +247,8 @@ class PlanEngine(InstructionExecutor):
                  and (first_slice or is_model_parallel_parameter(p))]
         if not grads:
             return torch.zeros((), device=self.device)
+        # Rows that occur several times are summed first.
+        grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         return torch.stack(torch._foreach_norm(grads)).square().sum()
 
     def eval_batch(self, data_iter, return_logits=False, compute_loss=True, reduce_output="avg", bcast_loss=True,
