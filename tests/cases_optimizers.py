@@ -105,10 +105,11 @@ def optimizers(rank, world):
 @case(4)
 def optimizers_with_replicas(rank, world):
     """2 stages x 2 replicas, clipped: as :func:`optimizers`."""
+    allow_fp16()
     found = {}
-    for name in ("zero-1 fp32", "zero-1 bf16", "zero-1 bf16, fp32 accumulation"):
+    for name in ("zero-1 fp32", "zero-1 bf16", "zero-1 bf16, fp32 accumulation", "zero-1 fp16", "zero-1 fp32, offloaded"):
         keys, dtype, _ = SETUPS[name]
-        for schedule in (None, "1f1b", "zb-h1", "zb-h2"):
+        for schedule in (None, "1f1b", "zb-h1", "zb-h2") if name in _THOROUGH else (None, "zb-h1"):
             made = engine("tied", 5, world, schedule, 3, optimizer=ADAM, stages=2, **{**keys, "gradient_clipping": 0.1})
             losses, norms = [], []
             for step in range(3):
