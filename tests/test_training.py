@@ -61,6 +61,7 @@ UNSOUND = {
     "optimizer.type is 'Lamb', which needs a dynamic loss scale, but fp16.loss_scale is 8":
         {"fp16": {"enabled": True, "loss_scale": 8}} | optimizer("Lamb"),
     "optimizer.type is 'SGD', which DeepSpeed has not tested under ZeRO": zero() | optimizer("SGD"),
+    "optimizer.legacy_fusion is true": FP16 | {"optimizer": {"type": "Adam", "legacy_fusion": True}},
     "sparse_gradients was removed": {"sparse_gradients": True},
     "amp was removed": {"amp": {"enabled": True}},
 }
