@@ -138,8 +138,8 @@ class PipeConfig(BaseModel):
     @model_validator(mode="after")
     def _changes_nothing_in_silence(self):
         if self.loss_weighting != "micro_batch" and not self.active:
-            raise ValueError(f"pipeline.loss_weighting is \"{self.loss_weighting}\", but there is no pipeline.schedule: DeepSpeed's "
-                             "own engine knows only the mean over micro-batches; choose a schedule, such as 1f1b")
+            raise ValueError(f"pipeline.loss_weighting is \"{self.loss_weighting}\", but there is no pipeline.schedule: "
+                             "DeepSpeed's own engine knows only the mean over micro-batches; choose a schedule, such as 1f1b")
         return self
 
     @property

@@ -30,7 +30,7 @@ def _ended(call) -> str:
 
 @case(2, 3)
 def data_ends(rank, world):
-    """schedule, transport, which -> (message, error of the next epoch's losses, of weights, states that a dropped step changed)."""
+    """schedule, transport, which -> (message, error of the next epoch's losses, of weights, what a dropped step changed)."""
     found = {}
     for number, schedule in enumerate(SCHEDULES):
         for transport in ("auto", "process_group"):

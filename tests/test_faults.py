@@ -42,6 +42,8 @@ RAISING = {
         2, "samples", 1, 0, config=GLOO, error="ValueError: the first stage and the last stage read different samples"),
     "optimizer, middle of 3": case(3, "optimizer", 1, 1),
     "out of memory, middle of 3": case(3, "forward", 1, 1, "oom", "OutOfMemoryError: CUDA out of memory: boom", call=2),
+    "out of memory in the optimizer, ZeRO-1": case(3, "optimizer", 1, 1, "oom", "OutOfMemoryError: CUDA out of memory: boom",
+                                                   config={"zero_optimization": {"stage": 1}}),
     "MemoryError in a backward": case(2, "backward", 1, 1, "memory", "MemoryError: boom on purpose"),
     "a data source's own connection error": case(2, "data", 0, 1, "socket", "ConnectionResetError: boom on purpose"),
     "alive after its error, first of 3": case(3, "forward", 0, 1, alive=True),

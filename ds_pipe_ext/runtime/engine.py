@@ -10,6 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import MUON_OPTIMIZER
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
@@ -23,6 +24,7 @@ from .data import DataEnded
 from .executor import InstructionExecutor, MicroBatch
 from .faults import FaultMonitor
 from .metrics import Meter, track_plan
+from .optimizers import align_groups, client_aligned, correct, idle_parameter, muon_groups
 from .p2p import Links
 from .partitioned import slices
 from .transport import GroupTransport, share_memory
@@ -97,19 +99,18 @@ class PlanEngine(InstructionExecutor):
                      acts=slices(self, self.pipe_config.pipe_partitioned),
                      grads=slices(self, self.pipe_config.grad_partitioned))
 
+    def _configure_optimizer(self, client_optimizer, model_parameters):
+        super()._configure_optimizer(client_aligned(self, client_optimizer), model_parameters)
+        correct(self.optimizer)
+
     def _configure_basic_optimizer(self, model_parameters):
-        parameters = list(model_parameters or [])
-        if not parameters:
-            # A stage may have nothing to train. torch refuses an empty list, but takes an empty group.
-            parameters = [{"params": []}]
-            if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
-                # DeepSpeed's own optimizers look at the first parameter and take part in collectives: one that never
-                # gets a gradient.
-                dtype, _ = self.get_data_types()
-                idle = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=self.device))
-                self.param_names[idle] = "ds_pipe_ext.nothing_to_train"
-                parameters = [idle]
-        return super()._configure_basic_optimizer(parameters)
+        # torch refuses an empty list, and DeepSpeed's own optimizers look at the first parameter.
+        parameters = list(model_parameters) or [idle_parameter(self)]
+        if self.optimizer_name() == MUON_OPTIMIZER:
+            parameters = muon_groups(self, list(model_parameters))
+        made = super()._configure_basic_optimizer(parameters)
+        align_groups(self, made)
+        return made
 
     # ------------------------------------------------------------------------------------------------ schedules
 
@@ -207,8 +208,12 @@ class PlanEngine(InstructionExecutor):
         self._global_grad_norm = total.sqrt().item()
         factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if factor < 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
+        # A norm that is no number makes all gradients none on all stages, as torch's clipping does.
+        if not factor >= 1.0:
+            for grad in (grad for grad in grads if grad.is_sparse):
+                grad.mul_(factor)
+            if dense := [grad for grad in grads if not grad.is_sparse]:
+                torch._foreach_mul_(dense, factor)
 
     def _squared_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, each parameter of the model counted on one rank only."""
@@ -218,6 +223,8 @@ class PlanEngine(InstructionExecutor):
                  and (first_slice or is_model_parallel_parameter(p))]
         if not grads:
             return torch.zeros((), device=self.device)
+        # Rows that occur several times are summed first.
+        grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         return torch.stack(torch._foreach_norm(grads)).square().sum()
 
     def eval_batch(self, data_iter, return_logits=False, compute_loss=True, reduce_output="avg", bcast_loss=True,

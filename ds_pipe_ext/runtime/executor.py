@@ -14,6 +14,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from . import instructions as ins
 from .accumulate import gradient_of
 from .losses import StepLoss
+from .optimizers import scaled
 from .wire import ENDED, Spec
 
 
@@ -160,7 +161,7 @@ class InstructionExecutor(StepLoss):
                 (state.loss / self.gradient_accumulation_steps()).backward()
             elif loss_stage:
                 # The engine's backward, which upstream's PipelineEngine hides from users.
-                super(PipelineEngine, self).backward(state.loss)
+                super(PipelineEngine, self).backward(scaled(self.optimizer, state.loss))
             elif grads:
                 self._backward_from(state, grads)
         self._meter.computed(instr, start)
