@@ -6,7 +6,7 @@ import itertools
 
 import torch
 from cases_numbers import F64
-from cases_optimizers import ADAM, SETUPS
+from cases_optimizers import ADAM, SETUPS, setup
 from engine_cases import SCHEDULES, engine, worst
 from models import Reference, batch, layers, stage_state
 from suite import case
@@ -86,10 +86,10 @@ def data_ends_on_one_replica(rank, world):
 def data_ends_under_every_optimizer(rank, world):
     """name -> (messages, losses and weights with dropped steps, without)."""
     found = {}
-    for name, (keys, dtype, _) in SETUPS.items():
+    for name, (_, dtype, _) in SETUPS.items():
         runs, messages = [], []
         for interrupted in (False, True):
-            made = engine("mlp", 5, world, "zb-h1", 3, optimizer=ADAM, zero_allow_untested_optimizer=True, **keys)
+            made, _ = setup(name, "mlp", world, "zb-h1")
             losses = []
             for step in range(3):
                 if interrupted and step:
