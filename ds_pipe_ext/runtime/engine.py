@@ -11,6 +11,7 @@ import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import MUON_OPTIMIZER
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
@@ -64,6 +65,8 @@ class PlanEngine(InstructionExecutor):
         if splits_backward(self.plan):
             self._split = SplitBackward(accumulator_of(self.optimizer))
             self._split.attach(self.module)
+        if self.module.activation_checkpoint_func is checkpointing.checkpoint:
+            self.module.activation_checkpoint_func = _checkpoint
         self._lean = self._needs_no_hooks()
         if self._lean:
             self.module_forward_pre_hook.remove()
@@ -326,6 +329,14 @@ def _kept_random_state(wanted: bool):
         torch.set_rng_state(states[2])
         if device is not None:
             accelerator.set_rng_state(device)
+
+
+def _checkpoint(function, *inputs):
+    """Reentrant checkpointing where it works. Around layers whose inputs need no gradient (an embedding, what follows a frozen
+    layer) it loses the gradients of their weights without a word, so there it is the other kind."""
+    if torch.is_grad_enabled() and not any(torch.is_tensor(x) and x.requires_grad for x in inputs):
+        return checkpointing.non_reentrant_checkpoint(function, *inputs)
+    return checkpointing.checkpoint(function, *inputs)
 
 
 def _joined(logits: list):

@@ -155,7 +155,7 @@ class InstructionExecutor(StepLoss):
             return
         start = self._meter.now()
         with self._split.collecting((instr.stage, instr.mb)) if instr.kind == "I" else contextlib.nullcontext():
-            if loss_stage and state.loss is None:
+            if loss_stage and (state.loss is None or self._nothing_trains(state)):
                 pass
             elif loss_stage and self._lean:
                 (state.loss / self.gradient_accumulation_steps()).backward()
@@ -170,6 +170,11 @@ class InstructionExecutor(StepLoss):
             inputs = [state.inputs] if torch.is_tensor(state.inputs) else state.inputs
             state.input_grads = [x.grad for x, spec in zip(inputs, state.input_spec.tensors) if spec.grad]
         state.inputs = None
+
+    def _nothing_trains(self, state) -> bool:
+        """True if the loss has no gradient because neither this stage nor those before it train anything."""
+        return not (state.loss.requires_grad or any(p.requires_grad for p in self.module.parameters())
+                    or (state.input_spec and any(spec.grad for spec in state.input_spec.tensors)))
 
     def _backward_from(self, state, grads):
         outputs = [state.outputs] if torch.is_tensor(state.outputs) else state.outputs
