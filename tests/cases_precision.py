@@ -139,7 +139,6 @@ def named_optimizers(rank, world):
     return _named(NAMED, world, "tied")
 
 
-@case(2)
 def compiled_optimizers(rank, world):
     """As :func:`named_optimizers`, for those of which something is compiled at first use."""
     allow_fp16()
