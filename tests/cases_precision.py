@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import deepspeed
 import deepspeed.runtime.engine as upstream_engine
 import torch
 from cases_optimizers import ADAM, ZERO_1, allow_fp16, late_weight_grads, register, setup
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime import torch_autocast
 from engine_cases import engine
-from models import Block, batch, stage_state
+from models import Block, batch, layers, stage_state
 from suite import case
 from torch import nn
+
+import ds_pipe_ext
+from ds_pipe_ext.runtime.launch import uninstall
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4,
@@ -234,20 +238,23 @@ def autocast(rank, world):
 
 @case(2)
 def refused(rank, world):
-    """(error of an engine that asks for the impossible, process groups made before it)."""
+    """(error of an engine that asks for the impossible, process groups made before it), by initialize and after install."""
     from torch.distributed import distributed_c10d
 
     found = []
-    for keys in ({"zero_optimization": {"stage": 2}}, {"optimizer": {"type": "Lamb", "params": {}}}):
-        groups = []
-
-        def before(module, groups=groups):
-            groups.append(len(distributed_c10d._world.pg_map))
-            return {}
-
+    for keys, initialize in (({"zero_optimization": {"stage": 2}}, ds_pipe_ext.initialize),
+                             ({"optimizer": {"type": "Lamb", "params": {}}}, ds_pipe_ext.initialize),
+                             ({"managed_gradient_accumulation": False}, deepspeed.initialize)):
+        specs, loss = layers("mlp", 4)
+        config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "steps_per_print": 10**6,
+                  "optimizer": SGD, "pipeline": {"schedule": "zb-h1"}, **keys}
+        module = ds_pipe_ext.PipelineModule(specs, loss_fn=loss, config=config)
+        groups = len(distributed_c10d._world.pg_map)
+        ds_pipe_ext.install()
         try:
-            engine("mlp", 4, world, "zb-h1", 2, arguments=before, **keys)
+            initialize(model=module, model_parameters=list(module.parameters()), config=config)
         except ValueError as error:
-            found.append((str(error), len(distributed_c10d._world.pg_map) - groups[0]))
+            found.append((str(error), len(distributed_c10d._world.pg_map) - groups))
+        finally:
+            uninstall()
     return found
-

@@ -53,16 +53,15 @@ def align_groups(engine, optimizer) -> None:
     mean the same group on every rank.
     """
     groups = optimizer.param_groups
-    named = any("param_names" in group for group in groups)
     for group in groups:
         if not group["params"]:
             group["params"].append(idle_parameter(engine))
-            if named:
-                group["param_names"].append(_IDLE)
     most = torch.tensor([len(groups)], device=engine.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=engine.mpu.get_model_parallel_group())
     while len(groups) < most.item():
         idle = idle_parameter(engine)
+        # torch wants names for all groups or for none.
+        named = "param_names" in groups[0]
         settings = {key: value for key, value in groups[-1].items() if key not in ("params", "param_names")}
         optimizer.add_param_group({**settings, "params": [(_IDLE, idle) if named else idle]})
 
