@@ -44,7 +44,7 @@ FP16 = {"unfused": {}, "fused": {}, "zero-1": {"zero_optimization": ZERO_1},
 
 @case(2)
 def growing_scale(rank, world):
-    """(wrapper, schedule) -> as :func:`trained`: the loss scale doubles in every step. None: upstream's ZeRO-1, where it stays."""
+    """(wrapper, schedule) -> as :func:`trained`: the loss scale doubles in every step; None: upstream's, where it stays."""
     allow_fp16()
     register("late-w", late_weight_grads)
     fused, found = upstream_engine.FusedAdam, {}
@@ -81,7 +81,7 @@ BROKEN = ("fp32", "zero-1 fp32", "zero-1 fp32, offloaded", "bf16", "zero-1 bf16"
 
 @case(2)
 def no_number(rank, world):
-    """name -> of three clipped steps, the second with a W on the last stage that is no number: applied, weights kept, finite."""
+    """name -> of three clipped steps, the second with a W on the last stage that is no number: applied, kept, finite."""
     found = {}
     for name in BROKEN:
         made, data = setup(name, "mlp", world, "zb-h1", optimizer=None, gradient_clipping=0.5)
