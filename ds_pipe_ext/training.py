@@ -101,8 +101,8 @@ def _of_optimizer(source: Mapping, stage: Any, precision: str, accumulation: str
         yield (f"optimizer.type is {given!r}, which needs a dynamic loss scale, but fp16.loss_scale is "
                f"{value_at(source, 'fp16', 'loss_scale')}; remove it")
     if stage == 0 and precision == "fp16" and value_at(source, "optimizer", "legacy_fusion") is True:
-        yield ("optimizer.legacy_fusion is true, which needs an Adam that unscales gradients itself; DeepSpeed's no longer does: "
-               "remove it")
+        yield ("optimizer.legacy_fusion is true, which needs an Adam that unscales gradients itself; DeepSpeed's no longer "
+               "does: remove it")
     if stage == 1 and name not in _TESTED_UNDER_ZERO and source.get("zero_allow_untested_optimizer") is not True:
         yield (f"optimizer.type is {given!r}, which DeepSpeed has not tested under ZeRO; set zero_allow_untested_optimizer to "
                "true if it works on each number by itself, as SGD does")

@@ -41,6 +41,12 @@ def _rates(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 0.9**step])
 
 
+def _named_groups(module):
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [{**group, "params": [(names[id(p)], p) for p in group["params"]]}
+            for group in _groups(module.parameters(), keep_empty=False)]
+
+
 def _client(module):
     optimizer = torch.optim.AdamW(_groups(module.parameters()))
     return {"optimizer": optimizer, "lr_scheduler": _rates(optimizer)}
@@ -50,6 +56,7 @@ def _client(module):
 WAYS = {
     "model_parameters": lambda module: {"model_parameters": _groups(module.parameters())},
     "only what is not empty": lambda module: {"model_parameters": _groups(module.parameters(), keep_empty=False)},
+    "named, only what is not empty": lambda module: {"optimizer": torch.optim.AdamW(_named_groups(module))},
     "client optimizer and scheduler": _client,
     "callable": lambda module: {"model_parameters": _groups(module.parameters()), "optimizer": torch.optim.AdamW},
 }
@@ -64,7 +71,7 @@ def groups(rank, world):
     for name in PRECISIONS:
         keys, dtype, _ = SETUPS[name]
         for way, arguments in WAYS.items():
-            if way == "only what is not empty" and name != "zero-1 fp32":
+            if "only what is not empty" in way and name != "zero-1 fp32":
                 continue
             more = {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.3}
             if way == "model_parameters":

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import deepspeed
 import deepspeed.runtime.engine as upstream_engine
 import torch
 from cases_optimizers import ADAM, ZERO_1, allow_fp16, late_weight_grads, register, setup
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime import torch_autocast
 from engine_cases import engine
-from models import Block, batch, stage_state
+from models import Block, batch, layers, stage_state
 from suite import case
 from torch import nn
+
+import ds_pipe_ext
+from ds_pipe_ext.runtime.launch import uninstall
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4,
@@ -40,7 +44,7 @@ FP16 = {"unfused": {}, "fused": {}, "zero-1": {"zero_optimization": ZERO_1},
 
 @case(2)
 def growing_scale(rank, world):
-    """(wrapper, schedule) -> as :func:`trained`: the loss scale doubles in every step. None: upstream's ZeRO-1, where it stays."""
+    """(wrapper, schedule) -> as :func:`trained`: the loss scale doubles in every step; None: upstream's, where it stays."""
     allow_fp16()
     register("late-w", late_weight_grads)
     fused, found = upstream_engine.FusedAdam, {}
@@ -77,7 +81,7 @@ BROKEN = ("fp32", "zero-1 fp32", "zero-1 fp32, offloaded", "bf16", "zero-1 bf16"
 
 @case(2)
 def no_number(rank, world):
-    """name -> of three clipped steps, the second with a W on the last stage that is no number: applied, weights kept, finite."""
+    """name -> of three clipped steps, the second with a W on the last stage that is no number: applied, kept, finite."""
     found = {}
     for name in BROKEN:
         made, data = setup(name, "mlp", world, "zb-h1", optimizer=None, gradient_clipping=0.5)
@@ -139,7 +143,6 @@ def named_optimizers(rank, world):
     return _named(NAMED, world, "tied")
 
 
-@case(2)
 def compiled_optimizers(rank, world):
     """As :func:`named_optimizers`, for those of which something is compiled at first use."""
     allow_fp16()
@@ -235,20 +238,23 @@ def autocast(rank, world):
 
 @case(2)
 def refused(rank, world):
-    """(error of an engine that asks for the impossible, process groups made before it)."""
+    """(error of an engine that asks for the impossible, process groups made before it), by initialize and after install."""
     from torch.distributed import distributed_c10d
 
     found = []
-    for keys in ({"zero_optimization": {"stage": 2}}, {"optimizer": {"type": "Lamb", "params": {}}}):
-        groups = []
-
-        def before(module, groups=groups):
-            groups.append(len(distributed_c10d._world.pg_map))
-            return {}
-
+    for keys, initialize in (({"zero_optimization": {"stage": 2}}, ds_pipe_ext.initialize),
+                             ({"optimizer": {"type": "Lamb", "params": {}}}, ds_pipe_ext.initialize),
+                             ({"managed_gradient_accumulation": False}, deepspeed.initialize)):
+        specs, loss = layers("mlp", 4)
+        config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "steps_per_print": 10**6,
+                  "optimizer": SGD, "pipeline": {"schedule": "zb-h1"}, **keys}
+        module = ds_pipe_ext.PipelineModule(specs, loss_fn=loss, config=config)
+        groups = len(distributed_c10d._world.pg_map)
+        ds_pipe_ext.install()
         try:
-            engine("mlp", 4, world, "zb-h1", 2, arguments=before, **keys)
+            initialize(model=module, model_parameters=list(module.parameters()), config=config)
         except ValueError as error:
-            found.append((str(error), len(distributed_c10d._world.pg_map) - groups[0]))
+            found.append((str(error), len(distributed_c10d._world.pg_map) - groups))
+        finally:
+            uninstall()
     return found
-

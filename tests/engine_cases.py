@@ -47,7 +47,8 @@ def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None,
         module = {"num_stages": stages or world, **module}
     module = ds_pipe_ext.PipelineModule(specs, loss_fn=loss_fn, config=whole,
                                         partition_method=None if boundaries else "uniform", **module)
-    given = {"model_parameters": [p for p in module.parameters() if p.requires_grad], **(arguments(module) if arguments else {})}
+    given = {"model_parameters": [p for p in module.parameters() if p.requires_grad]}
+    given.update(arguments(module) if arguments else {})
     if "optimizer" in given:
         del whole["optimizer"]
     made, *_ = ds_pipe_ext.initialize(model=module, config=whole, **given)

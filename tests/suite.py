@@ -58,7 +58,7 @@ def _run_all(rank: int, world: int, only: str) -> dict:
 @functools.cache
 def _results(world: int) -> list[dict] | ranks.RanksFailed:
     try:
-        return ranks.run(_run_all, world, _ONLY, limit=float(os.environ.get("ENGINE_LIMIT", 300)))
+        return ranks.run(_run_all, world, _ONLY, limit=float(os.environ.get("ENGINE_LIMIT", 420)))
     except ranks.RanksFailed as error:
         # Kept: every test would run all cases again, only to see the same.
         return error

@@ -31,7 +31,8 @@ def accumulate(dtype):
     zero(offload_optimizer={"device": "cpu"}) | ADAM, zero(offload_optimizer={"device": "none"}, offload_param=None),
     {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {"torch_autocast": {"enabled": False, "dtype": "float16"}},
     optimizer("Muon"), zero() | BF16 | optimizer("Muon"), zero() | optimizer("Muon"), optimizer("SGD"), optimizer("Lamb"),
-    zero() | optimizer("SGD") | {"zero_allow_untested_optimizer": True}, zero(compute_grad_norm=False) | {"gradient_clipping": 0},
+    zero() | optimizer("SGD") | {"zero_allow_untested_optimizer": True},
+    zero(compute_grad_norm=False) | {"gradient_clipping": 0},
     {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"},
     zero("auto"), {"managed_gradient_accumulation": True}, FP16 | accumulate("half"),
 ])

@@ -20,11 +20,7 @@ Accumulate = Callable[[torch.nn.Parameter, torch.Tensor], None]
 
 
 def accumulator_of(optimizer) -> Accumulate:
-    """The function ``(param, grad)`` that adds a weight gradient where ``optimizer``'s step will find it.
-
-    Raises:
-        ValueError: if the optimizer cannot take a weight gradient outside a backward pass.
-    """
+    """The function ``(param, grad)`` that adds a weight gradient where ``optimizer``'s step will find it."""
     if isinstance(optimizer, BF16_Optimizer):
         return _bf16(optimizer)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):

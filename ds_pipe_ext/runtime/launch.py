@@ -96,8 +96,8 @@ def check_config(source: Mapping, optimizer=None) -> None:
         return
     if name.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
         known = sorted(n for n, made in vars(torch.optim).items() if isinstance(made, type) and n != "Optimizer")
-        raise ValueError(f"optimizer.type is {name!r}{nearest(name, known)}; allowed: {', '.join(DEEPSPEED_OPTIMIZERS)}, and of "
-                         f"torch.optim: {', '.join(known)}")
+        raise ValueError(f"optimizer.type is {name!r}{nearest(name, known)}; allowed: {', '.join(DEEPSPEED_OPTIMIZERS)}, and "
+                         f"of torch.optim: {', '.join(known)}")
     offloaded = name.lower() == "lion" and value_at(source, "zero_optimization", "offload_optimizer")
     if accelerator.device_name() == "cpu" and name.lower() in ("lamb", "lion") and not offloaded:
         raise ValueError(f"optimizer.type is {name!r}, which DeepSpeed has no CPU kernel for; give your own optimizer to "

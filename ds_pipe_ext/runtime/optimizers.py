@@ -28,7 +28,7 @@ _MARKS = (PIPE_REPLICATED, "model_parallel", "tensor_model_parallel")
 
 
 def idle_parameter(engine, shape=(1, )) -> torch.nn.Parameter:
-    """A parameter that belongs to no layer and never gets a gradient: DeepSpeed's optimizers need one in every group."""
+    """A parameter that belongs to no layer and gets no gradient but zeros: DeepSpeed's optimizers need one in every group."""
     dtype, _ = engine.get_data_types()
     idle = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=engine.device))
     engine.param_names[idle] = _IDLE
@@ -53,16 +53,15 @@ def align_groups(engine, optimizer) -> None:
     mean the same group on every rank.
     """
     groups = optimizer.param_groups
-    named = any("param_names" in group for group in groups)
     for group in groups:
         if not group["params"]:
             group["params"].append(idle_parameter(engine))
-            if named:
-                group["param_names"].append(_IDLE)
     most = torch.tensor([len(groups)], device=engine.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=engine.mpu.get_model_parallel_group())
     while len(groups) < most.item():
         idle = idle_parameter(engine)
+        # torch wants names for all groups or for none.
+        named = "param_names" in groups[0]
         settings = {key: value for key, value in groups[-1].items() if key not in ("params", "param_names")}
         optimizer.add_param_group({**settings, "params": [(_IDLE, idle) if named else idle]})
 
@@ -98,8 +97,8 @@ def correct(optimizer) -> None:
 
     BF16_Optimizer cannot take the norm of a stage without gradients. All fp16 steps raise a dynamic loss scale before they
     divide by it, which halves that step's gradients. With offload_optimizer, a parameter without gradient would be stepped
-    by its last one. FP16_UnfusedOptimizer counts shared weights once per stage, reports the
-    scaled norm, and enters collectives only if there are gradients.
+    by its last one. FP16_UnfusedOptimizer counts shared weights once per stage, reports the scaled norm, and enters
+    collectives only if there are gradients.
     """
     if isinstance(optimizer, BF16_Optimizer) and optimizer.using_real_optimizer:
         optimizer.get_grads_for_norm = functools.partial(_never_empty, optimizer.get_grads_for_norm,
