@@ -18,8 +18,10 @@ from ..plan.facts import splits_backward
 from ..plan.lower import forward_only, lower
 from . import instructions as ins
 from .accumulate import accumulator_of
+from .checkpoint import Checkpointing
 from .executor import InstructionExecutor, MicroBatch, added
 from .faults import FaultMonitor
+from .layout import IDLE
 from .metrics import Meter, track_plan
 from .p2p import Links
 from .partitioned import slices
@@ -27,7 +29,7 @@ from .samples import STEPS
 from .transport import GroupTransport, share_memory
 
 
-class PlanEngine(InstructionExecutor):
+class PlanEngine(Checkpointing, InstructionExecutor):
     """A DeepSpeed pipeline engine whose schedule is a plan.
 
     Made by :func:`ds_pipe_ext.initialize` when the JSON names a ``pipeline.schedule``. ``train_batch``, ``eval_batch``
@@ -110,7 +112,7 @@ class PlanEngine(InstructionExecutor):
                 # gets a gradient.
                 dtype, _ = self.get_data_types()
                 idle = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=self.device))
-                self.param_names[idle] = "ds_pipe_ext.nothing_to_train"
+                self.param_names[idle] = IDLE
                 parameters = [idle]
         return super()._configure_basic_optimizer(parameters)
 
@@ -171,16 +173,6 @@ class PlanEngine(InstructionExecutor):
         """As upstream's; a failure on any rank ends it on all: see :mod:`.faults`."""
         with self._faults.watching("train_batch"):
             return super().train_batch(data_iter)
-
-    def save_checkpoint(self, *args, **kwargs):
-        """As upstream's; a failure on any rank is told to all."""
-        with self._faults.watching("save_checkpoint", step=False):
-            return super().save_checkpoint(*args, **kwargs)
-
-    def load_checkpoint(self, *args, **kwargs):
-        """As upstream's; a failure on any rank is told to all."""
-        with self._faults.watching("load_checkpoint", step=False):
-            return super().load_checkpoint(*args, **kwargs)
 
     def _give_loss(self):
         """Sums the step's losses where they are computed, and sends their mean to the other stages, once a step."""
