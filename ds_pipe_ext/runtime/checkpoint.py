@@ -60,6 +60,7 @@ class Checkpointing:
         folder = save_dir / tag
         told = _gather((tag, self._leading(lambda: folders.begin(folder))))
         if len({given for given, _ in told}) > 1:
+            self._leading(lambda: shutil.rmtree(folders.aside(folder), ignore_errors=True))
             return ValueError("save_checkpoint got different tags: "
                               + ", ".join(f"{given!r} on rank {rank}" for rank, (given, _) in enumerate(told)))
         if failure := _failure("save_checkpoint", [failed for _, failed in told]):
@@ -77,7 +78,7 @@ class Checkpointing:
             places = {Path(self._get_ckpt_name("", "")).name: names}
         told = _gather((writer.error and str(writer.error), places))
         if failure := _failure("save_checkpoint", [failed for failed, _ in told], writer.error):
-            self._leading(lambda: shutil.rmtree(folders.aside(folder)))
+            self._leading(lambda: shutil.rmtree(folders.aside(folder), ignore_errors=True))
             return failure
         described = layout.described(self)
         described["optimizer_parameters"] = {file: names for _, places in told for file, names in places.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 MANIFEST = "ds_pipe_ext.json"
 SAVING, REPLACED = ".saving", ".replaced"
 _FORMAT = 1
-_WRITTEN = re.compile(r".*_(model|optim)_states\.pt|ds_pipe_ext[._].*|offloaded_tensors")
+_WRITTEN = re.compile(r".*[-_](model|optim)_states\.pt|ds_pipe_ext[._].*|offloaded_tensors")
 
 
 def begin(folder: Path) -> None:
