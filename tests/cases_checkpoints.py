@@ -425,11 +425,39 @@ def refused_loads(rank, world):
         attempt("sharded elsewhere", sharded, setup="zero-1 fp32", boundaries=(0, 1, 4))
         attempt("stock elsewhere", stock, boundaries=(0, 1, 4))
         attempt("stock sharded elsewhere", folder / "stock-1", setup="zero-1 fp32", boundaries=(0, 3, 4))
+        attempt("stock with ZeRO", folder / "stock-1")
+        attempt("stock without ZeRO", stock, setup="zero-1 fp32")
         attempt("universal without ZeRO", ours, universal=True, tag=tag)
         attempt("not universal", sharded, setup="zero-1 fp32", universal=True, tag=tag)
         for what, where in (("weights only", sharded), ("weights only from stock", stock)):
             attempt(what, where, boundaries=(0, 3, 4), load_module_only=True)
             attempt(f"{what}, with counters", where, boundaries=(0, 3, 4), load_optimizer_states=False)
+    return found
+
+
+@case(2)
+def weights_alone(rank, world):
+    """(setup, option) -> whether a step with learning rate 0 leaves the loaded weights as they were saved."""
+    found = {}
+    for name in ("fp32", "bf16", "zero-1 bf16", "zero-1 bf16, fp32 accumulation"):
+        keys, dtype, _ = SETUPS[name]
+
+        def made(lr, keys=keys):
+            adam = {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}
+            return engine("tied", 5, world, "zb-h1", 2, optimizer=adam, zero_allow_untested_optimizer=True, **keys)
+
+        with shared_folder() as folder:
+            one = made(0.1)
+            steps(one, "tied", 0, dtype=dtype)
+            one.save_checkpoint(folder)
+            saved = stage_state(one.module)
+            one.destroy()
+            for option in ("load_module_only", "load_optimizer_states"):
+                other = made(0.0)
+                other.load_checkpoint(folder, **{option: option == "load_module_only"})
+                steps(other, "tied", 2, count=1, dtype=dtype)
+                found[name, option] = all(torch.equal(value, saved[n]) for n, value in stage_state(other.module).items())
+                other.destroy()
     return found
 
 

@@ -110,6 +110,8 @@ REFUSED = {
     "sharded elsewhere": ("boundaries [0, 2, 4]", "boundaries [0, 1, 4]", "`ds-pipe convert", "load_universal"),
     "stock elsewhere": ("saved by DeepSpeed with other parameters on this rank", "boundaries [0, 1, 4]"),
     "stock sharded elsewhere": ("saved by DeepSpeed with the parameters 0.linear.weight", "boundaries [0, 3, 4]"),
+    "stock with ZeRO": ("saved by DeepSpeed with ZeRO, and this engine has", "ZeRO 0"),
+    "stock without ZeRO": ("saved by DeepSpeed with no ZeRO, and this engine has", "ZeRO 1"),
     "universal without ZeRO": ("checkpoint.load_universal is true, but AdamW without ZeRO",  "set it to false"),
     "not universal": ("is no universal checkpoint", "ds-pipe convert"),
     "weights only": None,
@@ -128,6 +130,11 @@ def test_what_cannot_be_loaded_is_named_on_every_rank(what):
         else:
             assert found[what].startswith("ValueError: load_checkpoint failed: "), found[what]
             assert all(part in found[what] for part in REFUSED[what]), found[what]
+
+
+def test_weights_without_optimizer_state_outlive_the_next_step():
+    for found in suite.result(2, "weights_alone"):
+        assert len(found) == 8 and all(found.values()), found
 
 
 def test_a_file_with_wrong_bytes_is_named():

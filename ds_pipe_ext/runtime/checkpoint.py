@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,13 @@ class Checkpointing:
             yield
         finally:
             optimizer._param_slice_mappings = whole
+
+    def _copy_recovery_script(self, save_path):
+        copy = functools.partial(super()._copy_recovery_script, save_path)
+        if isinstance(self.checkpoint_engine, folders.Writer):
+            self.checkpoint_engine.attempt(f"{save_path}/zero_to_fp32.py", copy)
+        else:
+            copy()
 
     def module_state_dict(self, exclude_frozen_parameters=False):
         """As upstream's, and the tied modules that it leaves out."""

@@ -132,12 +132,13 @@ class Writer:
         return getattr(self.engine, name)
 
     def save(self, state_dict, path):
-        self._write(path, lambda: self.engine.save(state_dict, path))
+        self.attempt(path, lambda: self.engine.save(state_dict, path))
 
     def makedirs(self, path, exist_ok=False):
-        self._write(path, lambda: self.engine.makedirs(path, exist_ok=exist_ok))
+        self.attempt(path, lambda: self.engine.makedirs(path, exist_ok=exist_ok))
 
-    def _write(self, path, action):
+    def attempt(self, path, action) -> None:
+        """Runs ``action``, which writes ``path``, unless something failed before."""
         if self.error is not None:
             return
         try:

@@ -133,19 +133,23 @@ def check_foreign(engine, folder: Path) -> None:
     own = layout_of(engine)
     files = sorted(folder.glob("mp_rank_*_model_states.pt"))
     path = Path(engine._get_ckpt_name(str(folder.parent), folder.name))
-    saved = _opened(path if path in files else files[0])
+    saved = opened(path if path in files else files[0])
     unlike = ""
     if len(files) != engine.mp_world_size:
         unlike = f"{len(files)} model-parallel ranks"
     elif is_sharded(engine):
         shapes = saved.get("param_shapes")
-        if saved["dp_world_size"] != engine.dp_world_size:
+        if shapes is None:
+            unlike = "no ZeRO"
+        elif saved["dp_world_size"] != engine.dp_world_size:
             unlike = f"{saved['dp_world_size']} data-parallel replicas"
-        elif shapes is not None and [dict(group) for group in shapes] != [
+        elif [dict(group) for group in shapes] != [
                 dict(group) for group in engine._get_zero_param_shapes()]:
             unlike = f"the parameters {_shortened([name for group in shapes for name in group])} on this rank"
+    elif saved["optimizer"] is None:
+        unlike = "ZeRO"
     elif portable.names(engine) is not None and not _like(saved["optimizer"], engine.optimizer):
-        counts = [len(group["params"]) for group in (saved["optimizer"] or {"param_groups": []})["param_groups"]]
+        counts = [len(group["params"]) for group in saved["optimizer"]["param_groups"]]
         unlike = f"other parameters on this rank ({counts} in the groups of its optimizer)"
     if unlike:
         raise ValueError(f"the optimizer state in {folder} was saved by DeepSpeed with {unlike}, and this engine has "
@@ -153,8 +157,8 @@ def check_foreign(engine, folder: Path) -> None:
                          "load_optimizer_states=False")
 
 
-def _like(saved: dict | None, optimizer) -> bool:
-    if saved is None or len(saved["param_groups"]) != len(optimizer.param_groups):
+def _like(saved: dict, optimizer) -> bool:
+    if len(saved["param_groups"]) != len(optimizer.param_groups):
         return False
     for old, new in zip(saved["param_groups"], optimizer.param_groups):
         if len(old["params"]) != len(new["params"]):
@@ -166,7 +170,7 @@ def _like(saved: dict | None, optimizer) -> bool:
     return True
 
 
-def _opened(path: Path) -> dict:
+def opened(path: Path) -> dict:
     """The file's contents, its tensors read only when they are used."""
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
 

@@ -7,11 +7,10 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, OPTIMIZER_STATE_DICT
 
-from . import folders
+from . import folders, layout
 
 
 def convert(directory: str | Path, tag: str | None = None, workers: int = 1) -> Path:
@@ -67,7 +66,7 @@ def _check(source: Path) -> None:
         raise ValueError(f"{source} has no optimizer files of ZeRO: saved by ds_pipe_ext in fp32 without ZeRO it loads into any "
                          "split as it is; saved by DeepSpeed alone, it does not move")
     for path in shards:
-        saved = torch.load(path, map_location="cpu", weights_only=False)[OPTIMIZER_STATE_DICT]
+        saved = layout.opened(path)[OPTIMIZER_STATE_DICT]
         base = saved[BASE_OPTIMIZER_STATE]
         states = list(base["state"].values()) if isinstance(base, dict) else base
         if not states or any(not {"exp_avg", "exp_avg_sq"} <= set(state) for state in states):
