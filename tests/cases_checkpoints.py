@@ -215,6 +215,8 @@ def groups_moved(rank, world):
                       {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0, "lr": 0.002}]
             made, *_ = ds_pipe_ext.initialize(model=module, config=config, model_parameters=groups)
             if not runs:
+                # As a scheduler does; the others have to take it over.
+                made.optimizer.param_groups[1]["lr"] = 0.007
                 late = dict(named).get("3.linear.bias")
                 # Without a gradient in the first step: its own step count.
                 if late is not None:
@@ -509,7 +511,7 @@ def options(rank, world):
 
 @case(2)
 def frozen_stage_converted(rank, world):
-    """ZeRO 1, a first stage that trains nothing and a buffer: (losses without a break, moved, buffers equal)."""
+    """From a first stage that trains nothing and back, ZeRO 1: losses and buffers without a break, and moved."""
 
     class Counting(Block):
 
@@ -529,23 +531,26 @@ def frozen_stage_converted(rank, world):
                 self.linear.weight.mul_(0.5 + index)
             self.requires_grad_(False)
 
-    runs = []
+    found = []
     keys = {**SETUPS["zero-1 fp32"][0], "zero_allow_untested_optimizer": True}
-    with shared_folder() as folder:
-        for boundaries in ([0, 2, 4], [0, 3, 4]):
-            specs = [LayerSpec(Still, 0), LayerSpec(Still, 1), LayerSpec(Counting, 2), LayerSpec(Counting, 3)]
-            made = engine((specs, nn.MSELoss()), 0, world, "1f1b", 2, optimizer=ADAM, boundaries=boundaries,
-                          checkpoint={"load_universal": bool(runs)}, **keys)
-            if not runs:
-                steps(made, "mlp", 0)
-                made.save_checkpoint(folder)
-                convert(rank, folder)
-            else:
-                with torch.no_grad():
-                    for value in itertools.chain(made.module.parameters(), made.module.buffers()):
-                        value.fill_(3)
-                made.load_checkpoint(folder)
-            seen = [layer.seen.item() for layer in made.module.forward_funcs]
-            runs.append((steps(made, "mlp", 2), seen))
-            made.destroy()
-    return runs
+    for splits in (([0, 2, 4], [0, 3, 4]), ([0, 3, 4], [0, 2, 4])):
+        with shared_folder() as folder:
+            runs = []
+            for boundaries in splits:
+                specs = [LayerSpec(Still, 0), LayerSpec(Still, 1), LayerSpec(Counting, 2), LayerSpec(Counting, 3)]
+                made = engine((specs, nn.MSELoss()), 0, world, "1f1b", 2, optimizer=ADAM, boundaries=boundaries,
+                              checkpoint={"load_universal": bool(runs)}, **keys)
+                if not runs:
+                    steps(made, "mlp", 0)
+                    made.save_checkpoint(folder)
+                    convert(rank, folder)
+                else:
+                    with torch.no_grad():
+                        for value in itertools.chain(made.module.parameters(), made.module.buffers()):
+                            value.fill_(3)
+                    made.load_checkpoint(folder)
+                seen = [layer.seen.item() for layer in made.module.forward_funcs]
+                runs.append((steps(made, "mlp", 2), seen))
+                made.destroy()
+        found.append(runs)
+    return found

@@ -102,12 +102,6 @@ class Checkpointing:
             return {**client_state, "param_shapes": self._get_zero_param_shapes()}
         return client_state
 
-    def _get_zero_param_shapes(self):
-        shapes = super()._get_zero_param_shapes()
-        for group in shapes:
-            group.pop(layout.IDLE, None)
-        return shapes
-
     @contextlib.contextmanager
     def _portable_shards(self):
         """Meanwhile shards claim what other stages do not: upstream's conversion would mix the copies of a tied weight."""
@@ -117,8 +111,8 @@ class Checkpointing:
             return
         whole = optimizer._param_slice_mappings
         optimizer._param_slice_mappings = [
-            type(group)((name, place) for name, place in group.items()
-                        if name != layout.IDLE and portable.is_first_copy(module, name)) for group in whole]
+            type(group)((name, place) for name, place in group.items() if portable.is_first_copy(module, name))
+            for group in whole]
         try:
             yield
         finally:

@@ -86,7 +86,7 @@ def _check_universal(engine, folder: Path, absent: list[str]) -> None:
     if not (folder / "zero" / "optimizer_state.pt").exists():
         raise ValueError(f"checkpoint.load_universal is true, but {folder} is no universal checkpoint; make one of the tag with "
                          f"`ds-pipe convert {folder.parent} --tag TAG`")
-    names = [name for group in engine._get_zero_param_shapes() for name in group]
+    names = [name for group in engine._get_zero_param_shapes() for name in group if name != IDLE]
     if missing := [name for name in names if not (folder / "zero" / name).is_dir()]:
         raise ValueError(f"{folder} has no state of the parameters {_shortened(missing)}: they were not trained there")
     module = engine.module
