@@ -18,6 +18,7 @@ import torch.distributed as dist
 from cases_numbers import F64
 from cases_optimizers import ADAM, SETUPS
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from engine_cases import SCHEDULES, engine
 from models import Block, Embed, batch, cross_entropy, layers, project, stage_state
@@ -84,7 +85,7 @@ def state_of(made):
 
 @case(2)
 def stock_checkpoints(rank, world):
-    """setup -> (losses of upstream, losses resumed by ours from upstream's, by upstream from ours)."""
+    """setup -> rows (losses, losses of the other engine that loaded the checkpoint, directly and converted, and what it got)."""
     found = {}
     for name in STOCK:
         keys, dtype, _ = SETUPS[name]
@@ -99,11 +100,14 @@ def stock_checkpoints(rank, world):
                 one.save_checkpoint(folder / which, client_state={"mine": 7})
                 expected = steps(one, "tied", 2, dtype=dtype)
                 one.destroy()
-                other = made("1f1b" if schedule is None else None)
-                path, client = other.load_checkpoint(folder / which)
-                found.setdefault(name, []).append((expected, steps(other, "tied", 2, dtype=dtype), client["mine"],
-                                                   other.global_steps, path is not None))
-                other.destroy()
+                for universal in (False, True)[:1 + (name != "fp32")]:
+                    if universal:
+                        convert(rank, folder / which)
+                    other = made("1f1b" if schedule is None else None, keys | {"checkpoint": {"load_universal": universal}})
+                    path, client = other.load_checkpoint(folder / which)
+                    found.setdefault(name, []).append((expected, steps(other, "tied", 2, dtype=dtype), client["mine"],
+                                                       other.global_steps, path is not None))
+                    other.destroy()
     return found
 
 
@@ -195,6 +199,39 @@ def convert(rank, folder):
     code = main(["convert", str(folder)]) if rank == 0 else 0
     dist.barrier()
     assert code == 0
+
+
+@case(4)
+def slices_moved(rank, world):
+    """Tensor parallelism 2: whether this rank has the state that its slice had, not the other's, and the layer files.
+
+    And the error of ZeRO 1 that is loaded elsewhere.
+    """
+    def made(boundaries, name):
+        return engine("mlp", 4, world, "zb-h1", 2, optimizer=ADAM, boundaries=boundaries,
+                      module={"topology": PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)},
+                      zero_allow_untested_optimizer=True, **SETUPS[name][0])
+
+    told, everywhere = {}, [None] * world
+    for name in ("fp32", "zero-1 fp32"):
+        with shared_folder() as folder:
+            one = made([0, 2, 4], name)
+            own = one.grid.get_slice_parallel_rank()
+            for step in range(2):
+                # Each slice its own data, so its own weights and moments.
+                one.train_batch(batch("mlp", 100 * own + 2 * step + i) for i in range(2))
+            one.save_checkpoint(folder)
+            if name == "fp32":
+                dist.all_gather_object(everywhere, (own, state_of(one)))
+            one.destroy()
+            other = made([0, 1, 4], name)
+            told[name] = _told(lambda: other.load_checkpoint(folder))
+            if name == "fp32":
+                state, files = state_of(other), len(list(folder.glob("*/layer_*")))
+            other.destroy()
+    same, others = ({key: value for slice_, saved in everywhere if (slice_ == own) is mine for key, value in saved.items()}
+                    for mine in (True, False))
+    return all(state[n] == same[n] for n in state), all(state[n] != others[n] for n in state), len(state), files, told
 
 
 @case(2)

@@ -11,6 +11,7 @@ def test_deepspeed_loads_ours_and_we_load_its():
     for rank, found in enumerate(suite.result(2, "stock_checkpoints")):
         assert set(found) == set(cases_checkpoints.STOCK)
         for name, rows in found.items():
+            assert len(rows) == (2 if name == "fp32" else 4)
             for expected, resumed, mine, global_steps, loaded in rows:
                 assert resumed == expected, (rank, name)
                 assert (mine, global_steps, loaded) == (7, 2 + 2, True), (rank, name)
@@ -53,6 +54,13 @@ def test_optimizer_state_moves_to_any_split(world):
                     assert losses == pytest.approx(expected, rel=2e-2 if "bf16" in name else 1e-5), case
             assert set(loaded) == set(whole), (name, boundaries)
             assert {step for _, step in loaded.values()} == {2.0}, (name, boundaries)
+
+
+def test_every_slice_of_a_tensor_parallel_run_gets_its_own_state():
+    for rank, (own, differs, count, files, told) in enumerate(suite.result(4, "slices_moved")):
+        assert own and differs and (count, files) == (2 if rank < 2 else 6, 8), rank
+        assert told["fp32"] is None
+        assert "tensor parallelism 2, ZeRO 1" in told["zero-1 fp32"] and "ds-pipe convert" in told["zero-1 fp32"]
 
 
 def test_groups_and_step_counts_move():
