@@ -177,7 +177,10 @@ def main() -> None:
     say(f"set up in {time.perf_counter() - started:.0f} s; {len(rows)} training and {len(held)} held-out sequences")
     checkpoints = args.output / "checkpoints"
     if args.resume:
-        found, _ = engine.load_checkpoint(checkpoints)
+        try:
+            found, _ = engine.load_checkpoint(checkpoints)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
         say(f"resumed after step {engine.global_steps}" if found else f"nothing to resume in {checkpoints}")
 
     before = evaluate(engine, held_out)

@@ -85,7 +85,7 @@ def state_of(made):
 
 @case(2)
 def stock_checkpoints(rank, world):
-    """setup -> rows (losses, losses of the other engine that loaded the checkpoint, directly and converted, and what it got)."""
+    """setup -> rows: losses, those of the other engine that loaded the checkpoint, directly or converted, and what it got."""
     found = {}
     for name in STOCK:
         keys, dtype, _ = SETUPS[name]
@@ -430,16 +430,18 @@ def refused_loads(rank, world):
     found = {}
     with shared_folder() as folder:
         ours, stock, sharded = folder / "ours", folder / "stock", folder / "sharded"
-        for schedule, where, keys in (("zb-h1", ours, {}), (None, stock, {}), (None, folder / "stock-1", SETUPS["zero-1 fp32"][0]),
-                                      ("1f1b", sharded, SETUPS["zero-1 fp32"][0])):
+        zero = SETUPS["zero-1 fp32"][0]
+        for schedule, where, keys in (("zb-h1", ours, {}), (None, stock, {}), (None, folder / "stock-1", zero),
+                                      ("1f1b", sharded, zero)):
             made = from_stock("mlp", 4, world, keys, schedule)
             steps(made, "mlp", 0, count=1)
             made.save_checkpoint(where)
             made.destroy()
         tag = "global_step1"
 
-        def attempt(what, where, count=4, boundaries=(0, 2, 4), spoiled=None, setup="fp32", universal=False, tag=None, **options):
-            made = engine("mlp", count, world, "1f1b", 2, boundaries=list(boundaries), optimizer=ADAM, stages=len(boundaries) - 1,
+        def attempt(what, where, count=4, boundaries=(0, 2, 4), spoiled=None, setup="fp32", universal=False, tag=None,
+                    **options):
+            made = engine("mlp", count, world, "1f1b", 2, boundaries=list(boundaries), optimizer=ADAM,
                           zero_allow_untested_optimizer=True, checkpoint={"load_universal": universal}, **SETUPS[setup][0])
             repair = spoil(*spoiled) if spoiled and rank == 0 else None
             dist.barrier()
@@ -481,21 +483,29 @@ def weights_alone(rank, world):
     for name in ("fp32", "bf16", "zero-1 bf16", "zero-1 bf16, fp32 accumulation"):
         keys, dtype, _ = SETUPS[name]
 
-        def made(lr, keys=keys):
-            adam = {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}
-            return engine("tied", 5, world, "zb-h1", 2, optimizer=adam, zero_allow_untested_optimizer=True, **keys)
+        def made(keys=keys, **checkpoint):
+            adam = {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}}
+            return engine("tied", 5, world, "zb-h1", 2, optimizer=adam, zero_allow_untested_optimizer=True,
+                          checkpoint=checkpoint, **keys)
 
         with shared_folder() as folder:
-            one = made(0.1)
+            one = made()
             steps(one, "tied", 0, dtype=dtype)
             one.save_checkpoint(folder)
             saved = stage_state(one.module)
             one.destroy()
-            for option in ("load_module_only", "load_optimizer_states"):
-                other = made(0.0)
+            if name != "fp32":
+                convert(rank, folder)
+            for option, universal in itertools.product(("load_module_only", "load_optimizer_states"), (False, True)):
+                if universal and name == "fp32":
+                    continue
+                other = made(load_universal=universal)
                 other.load_checkpoint(folder, **{option: option == "load_module_only"})
+                for group in other.optimizer.param_groups:
+                    group["lr"] = 0.0
                 steps(other, "tied", 2, count=1, dtype=dtype)
-                found[name, option] = all(torch.equal(value, saved[n]) for n, value in stage_state(other.module).items())
+                state = stage_state(other.module)
+                found[name, option, universal] = all(torch.equal(state[n], saved[n]) for n in saved)
                 other.destroy()
     return found
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 import shutil
 
@@ -122,7 +121,7 @@ def test_damages_are_named(tmp_path):
     assert folders.damages(folder, manifest) == [
         f"{folder}/layer_00-model_states.pt is damaged: 3 bytes, 5 were written",
         f"{folder}/mp_rank_00_model_states.pt is missing"]
-    for text, found in (('{"format": 1', "is damaged"), (json.dumps({"format": 2}), "has format 2.*reads 1"), ("[]", "is damaged")):
+    for text, found in (('{"format": 1', "is damaged"), ("[]", "is damaged"), ('{"format": 2}', "has format 2.*reads 1")):
         (folder / "ds_pipe_ext.json").write_text(text)
         with pytest.raises(ValueError, match=f"ds_pipe_ext.json {found}"):
             folders.manifest_of(folder)

@@ -95,7 +95,7 @@ def test_a_failed_save_is_told_on_every_rank_and_harms_nothing(world):
             for place, tag, message in told:
                 case = (rank, name, place, message)
                 if place == "tags":
-                    assert message.startswith("ValueError: save_checkpoint got different tags: 'tag0' on rank 0, 'tag1' on"), case
+                    assert message.startswith("ValueError: save_checkpoint got different tags: 'tag0' on rank 0, 'tag1'"), case
                 elif place == "folder":
                     assert "RuntimeError: save_checkpoint failed: NotADirectoryError" in message, case
                 else:
@@ -114,7 +114,7 @@ REFUSED = {
     "stock missing": ("there is no file", "layer_02-model_states.pt"),
     "no such tag": ("there is no checkpoint", "global_step9; there are ['global_step1']"),
     "other model": ("has 4 layers, the model has 5", "load_module_strict"),
-    "other zero": ("[0, 2, 4], 1 data-parallel replica, tensor parallelism 1, ZeRO 0 with AdamW, and this engine has", "ZeRO 1"),
+    "other zero": ("boundaries [0, 2, 4], 1 data-parallel replica", "ZeRO 0 with AdamW, and this engine has", "ZeRO 1"),
     "sharded elsewhere": ("boundaries [0, 2, 4]", "boundaries [0, 1, 4]", "`ds-pipe convert", "load_universal"),
     "stock elsewhere": ("saved by DeepSpeed with other parameters on this rank", "boundaries [0, 1, 4]"),
     "stock sharded elsewhere": ("saved by DeepSpeed with the parameters 0.linear.weight", "boundaries [0, 3, 4]"),
@@ -142,7 +142,7 @@ def test_what_cannot_be_loaded_is_named_on_every_rank(what):
 
 def test_weights_without_optimizer_state_outlive_the_next_step():
     for found in suite.result(2, "weights_alone"):
-        assert len(found) == 8 and all(found.values()), found
+        assert len(found) == 14 and all(found.values()), found
 
 
 def test_a_file_with_wrong_bytes_is_named():

@@ -57,8 +57,8 @@ def start(config: Path, folder: Path, *arguments) -> subprocess.Popen:
 
 def arguments(tiny, output, steps):
     """Of a run on the tiny model that may be started again and again, with a checkpoint after every step."""
-    return ("--model", tiny / "dropping", "--data", tiny / "one.txt", tiny / "two.txt", "--sequence-length", 8, "--steps", steps,
-            "--eval-micro-batches", 1, "--save-every", 1, "--resume", "--output", output)
+    return ("--model", tiny / "dropping", "--data", tiny / "one.txt", tiny / "two.txt", "--sequence-length", 8, "--steps",
+            steps, "--eval-micro-batches", 1, "--save-every", 1, "--resume", "--output", output)
 
 
 def own_lines(output: str) -> list[str]:

@@ -216,11 +216,11 @@ class Checkpointing:
                                              lambda file: reader.load(str(folder / file), map_location="cpu"))
                 self.optimizer.load_state_dict(state)
                 client_state["optimizer"] = state
-            elif overlooked and (load_optimizer_states or universal) and not module_only:
+            elif overlooked and (universal or load_optimizer_states and not module_only):
                 self._load_zero_checkpoint(load_dir, tag, load_optimizer_states=True)
                 if universal:
                     self.optimizer.update_lp_params()
-            elif not load_optimizer_states and hasattr(self.optimizer, "refresh_fp32_params"):
+            elif not universal and not load_optimizer_states and hasattr(self.optimizer, "refresh_fp32_params"):
                 # Otherwise the first step would bring the old weights back from the optimizer's copy.
                 self.optimizer.refresh_fp32_params()
         except Exception as error:

@@ -165,7 +165,16 @@ class Reader:
 
     def load(self, path, map_location=None):
         self.last = path
-        try:
-            return self.engine.load(path, map_location=map_location)
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); load another tag") from error
+        return read(path, lambda: self.engine.load(path, map_location=map_location))
+
+
+def read(path, action):
+    """What ``action`` reads from ``path``.
+
+    Raises:
+        ValueError: it cannot; names the file.
+    """
+    try:
+        return action()
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); load another tag") from error

@@ -81,11 +81,11 @@ def examined(engine, folder: Path, strict: bool) -> dict | None:
 
 def _check_universal(engine, folder: Path, absent: list[str]) -> None:
     if not is_sharded(engine):
-        raise ValueError(f"checkpoint.load_universal is true, but {type(engine.optimizer).__name__} without ZeRO in fp32 has no "
-                         "universal format: its checkpoints load into any split as they are; set it to false")
+        raise ValueError(f"checkpoint.load_universal is true, but {type(engine.optimizer).__name__} without ZeRO in fp32 has "
+                         "no universal format: its checkpoints load into any split as they are; set it to false")
     if not (folder / "zero" / "optimizer_state.pt").exists():
-        raise ValueError(f"checkpoint.load_universal is true, but {folder} is no universal checkpoint; make one of the tag with "
-                         f"`ds-pipe convert {folder.parent} --tag TAG`")
+        raise ValueError(f"checkpoint.load_universal is true, but {folder} is no universal checkpoint; make one of the tag "
+                         f"with `ds-pipe convert {folder.parent} --tag TAG`")
     names = [name for group in engine._get_zero_param_shapes() for name in group if name != IDLE]
     if missing := [name for name in names if not (folder / "zero" / name).is_dir()]:
         raise ValueError(f"{folder} has no state of the parameters {_shortened(missing)}: they were not trained there")
@@ -172,7 +172,7 @@ def _like(saved: dict, optimizer) -> bool:
 
 def opened(path: Path) -> dict:
     """The file's contents, its tensors read only when they are used."""
-    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
+    return folders.read(path, lambda: torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False))
 
 
 def _shortened(names: list[str]) -> str:

@@ -63,8 +63,8 @@ def _check(source: Path) -> None:
         raise ValueError("; ".join(damages))
     shards = sorted(source.glob("*_optim_states.pt"))
     if not shards:
-        raise ValueError(f"{source} has no optimizer files of ZeRO: saved by ds_pipe_ext in fp32 without ZeRO it loads into any "
-                         "split as it is; saved by DeepSpeed alone, it does not move")
+        raise ValueError(f"{source} has no optimizer files of ZeRO: saved by ds_pipe_ext in fp32 without ZeRO it loads into "
+                         "any split as it is; saved by DeepSpeed alone, it does not move")
     for path in shards:
         saved = layout.opened(path)[OPTIMIZER_STATE_DICT]
         base = saved[BASE_OPTIMIZER_STATE]
