@@ -84,14 +84,24 @@ class Checkpointing:
         described = layout.described(self)
         described["optimizer_parameters"] = {file: names for _, places in told for file, names in places.items()}
         failed = self._leading(lambda: folders.finish(folder, described))
-        if failed is None and save_latest and self.global_rank == 0:
-            failed = _attempt(lambda: folders.point(save_dir, tag))
+        if failed is None and save_latest:
+            failed = self._leading(lambda: folders.point(save_dir, tag))
         return _failure("save_checkpoint", _gather(failed))
 
+    @property
+    def _leads(self) -> bool:
+        """True on the rank that moves folders and looks after files, one for each disk."""
+        return (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
+
     def _leading(self, action: Callable[[], None]) -> str | None:
-        """Runs ``action`` on the rank that moves folders, one for each disk; returns what went wrong."""
-        rank = self.local_rank if self.use_node_local_storage() else self.global_rank
-        return _attempt(action) if rank == 0 else None
+        """Runs ``action`` on the rank that leads; returns what went wrong."""
+        if not self._leads:
+            return None
+        try:
+            action()
+        except OSError as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def _rank_file(self) -> str:
         return f"ds_pipe_ext_rank_{self.global_rank:05d}.pt"
@@ -186,7 +196,7 @@ class Checkpointing:
         manifest, moved, problem = None, False, None
         try:
             manifest = layout.examined(self, folder, strict)
-            if manifest is not None and self.global_rank == 0 and (damages := folders.damages(folder, manifest)):
+            if manifest is not None and self._leads and (damages := folders.damages(folder, manifest)):
                 raise ValueError("; ".join(damages))
             if optimizer_too and not self.load_universal_checkpoint():
                 if manifest is None:
@@ -259,14 +269,6 @@ class Checkpointing:
         elif self.global_rank == 0:
             logger.warning(f"{folder} was saved with {layout.words(manifest['layout'])}: random states stay as they are here, "
                            "so dropout draws other numbers than it would have")
-
-
-def _attempt(action: Callable[[], None]) -> str | None:
-    try:
-        action()
-    except OSError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _gather(value) -> list:

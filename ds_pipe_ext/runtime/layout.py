@@ -119,8 +119,8 @@ def fits(engine, manifest: dict, folder: Path) -> bool:
                          'with "checkpoint": {"load_universal": true} in the DeepSpeed JSON, or load with '
                          "load_optimizer_states=False")
     if not manifest["optimizer_parameters"]:
-        raise ValueError(f"{both}; {own['optimizer']} keeps its state flat, so that it does not move: use the layout that "
-                         "saved it, or load with load_optimizer_states=False")
+        raise ValueError(f"{both}; {own['optimizer']} keeps its own copy of the weights, whose state does not move: use the "
+                         "layout that saved it, or load with load_optimizer_states=False")
     return False
 
 
