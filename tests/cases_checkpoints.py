@@ -15,7 +15,7 @@ import deepspeed
 import numpy
 import torch
 import torch.distributed as dist
-from cases_numbers import F64
+from cases_numbers import F64, Frozen
 from cases_optimizers import ADAM, SETUPS
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -236,18 +236,21 @@ def slices_moved(rank, world):
 
 @case(2)
 def groups_moved(rank, world):
-    """(losses without a break, after a move): two groups with options of their own, a parameter with fewer steps."""
+    """(losses without a break, after a move): two groups with options of their own, a parameter with fewer steps.
+
+    The last run is at the layout that saved, its groups filled in another order.
+    """
     import ds_pipe_ext
 
     runs = []
     with shared_folder() as folder:
-        for boundaries in ([0, 2, 5], [0, 3, 5], [0, 1, 5]):
+        for boundaries in ([0, 2, 5], [0, 3, 5], [0, 1, 5], [0, 2, 5]):
             specs, loss_fn = layers("mlp", 5, F64)
             config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "steps_per_print": 10**6,
                       "gradient_clipping": 0.0, "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
                       "pipeline": {"schedule": "1f1b", "partition": boundaries}}
             module = ds_pipe_ext.PipelineModule(specs, num_stages=world, loss_fn=loss_fn, config=config)
-            named = list(module.named_parameters())
+            named = list(module.named_parameters())[::-1 if len(runs) == 3 else 1]
             groups = [{"params": [p for n, p in named if "weight" in n], "weight_decay": 0.3},
                       {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0, "lr": 0.002}]
             made, *_ = ds_pipe_ext.initialize(model=module, config=config, model_parameters=groups)
@@ -438,6 +441,12 @@ def refused_loads(rank, world):
             made.save_checkpoint(where)
             made.destroy()
         tag = "global_step1"
+        specs, loss_fn = layers("mlp", 4)
+        frozen = [LayerSpec(Frozen, index, torch.float32) if index == 3 else spec for index, spec in enumerate(specs)]
+        made = engine((frozen, loss_fn), 0, world, "1f1b", 2, optimizer=ADAM, boundaries=[0, 2, 4])
+        steps(made, "mlp", 0, count=1)
+        made.save_checkpoint(folder / "frozen")
+        made.destroy()
 
         def attempt(what, where, count=4, boundaries=(0, 2, 4), spoiled=None, setup="fp32", universal=False, tag=None,
                     **options):
@@ -468,6 +477,7 @@ def refused_loads(rank, world):
         attempt("stock sharded elsewhere", folder / "stock-1", setup="zero-1 fp32", boundaries=(0, 3, 4))
         attempt("stock with ZeRO", folder / "stock-1")
         attempt("stock without ZeRO", stock, setup="zero-1 fp32")
+        attempt("frozen while it was saved", folder / "frozen")
         attempt("universal without ZeRO", ours, universal=True, tag=tag)
         attempt("not universal", sharded, setup="zero-1 fp32", universal=True, tag=tag)
         for what, where in (("weights only", sharded), ("weights only from stock", stock)):

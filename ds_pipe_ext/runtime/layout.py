@@ -103,10 +103,14 @@ def fits(engine, manifest: dict, folder: Path) -> bool:
     Raises:
         ValueError: neither; names both layouts and what to do.
     """
-    saved, own = manifest["layout"], layout_of(engine)
+    saved, own, places = manifest["layout"], layout_of(engine), manifest["optimizer_parameters"]
     kind = [(layout["zero_stage"], layout["optimizer"]) for layout in (saved, own)]
     alike = [key for key in saved if saved[key] == own.get(key)]
     if len(alike) == len(saved) or (set(saved) - set(alike) == {"replicas"} and not is_sharded(engine)):
+        # Groups may have been formed otherwise, or other parameters frozen.
+        if places and places.get(Path(engine._get_ckpt_name("", "")).name) != portable.names(engine):
+            portable.located(engine, places)
+            return False
         return True
     both = f"the optimizer state in {folder} was saved with {words(saved)}, and this engine has {words(own)}"
     if kind[0] != kind[1]:
@@ -118,9 +122,10 @@ def fits(engine, manifest: dict, folder: Path) -> bool:
         raise ValueError(f"{both}; convert it once with `ds-pipe convert {folder.parent} --tag {folder.name}`, then load it "
                          'with "checkpoint": {"load_universal": true} in the DeepSpeed JSON, or load with '
                          "load_optimizer_states=False")
-    if not manifest["optimizer_parameters"]:
+    if not places:
         raise ValueError(f"{both}; {own['optimizer']} keeps its own copy of the weights, whose state does not move: use the "
                          "layout that saved it, or load with load_optimizer_states=False")
+    portable.located(engine, places)
     return False
 
 

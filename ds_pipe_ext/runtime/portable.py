@@ -124,35 +124,46 @@ def _names_of(module, name: str) -> list[str]:
     return [f"{layer}.{rest}" for layer in dict.fromkeys(_here(module, layers) + layers)]
 
 
-def moved_state(engine, places: dict[str, list[list[str]]], load: Callable[[str], dict]) -> dict:
-    """The optimizer's state dict for the layers of this rank, gathered from the files of other ranks.
+def located(engine, places: dict[str, list[list[str]]]) -> list[tuple]:
+    """Where the state of each of the optimizer's parameters is: (file, group there, position there), group and position here.
 
     Args:
         places: of every file the names of its optimizer's parameters, one list a group.
-        load: gives a file's contents; each file that is needed is read once.
 
     Raises:
-        ValueError: a parameter has no state in any file, or parameters of one group had different options.
+        ValueError: a parameter has no state in any file.
     """
-    slices = engine.grid.get_slice_parallel_world_size()
-    own = [file for file in places if _slice_of(file, slices) == engine.grid.get_slice_parallel_rank()]
     found: dict[str, tuple[str, int, int]] = {}
-    for file in own:
+    for file in _own_files(engine, places):
         position = itertools.count()
         for group, members in enumerate(places[file]):
             for name in members:
                 found.setdefault(name, (file, group, next(position)))
-    wanted, positions = [], itertools.count()
+    result, positions = [], itertools.count()
     for group, members in enumerate(engine.optimizer.param_groups):
         for param in members["params"]:
             known = [name for name in _names_of(engine.module, engine.param_names[param]) if name in found]
             if not known:
                 raise ValueError(f"the checkpoint has no optimizer state of {engine.param_names[param]}: it was not trained "
                                  "there; load with load_optimizer_states=False")
-            wanted.append((found[known[0]], group, next(positions)))
+            result.append((found[known[0]], group, next(positions)))
+    return result
+
+
+def moved_state(engine, places: dict[str, list[list[str]]], load: Callable[[str], dict]) -> dict:
+    """The optimizer's state dict for the layers of this rank, gathered from the files of other ranks.
+
+    Args:
+        places: as :func:`located` takes it.
+        load: gives a file's contents; each file that is needed is read once.
+
+    Raises:
+        ValueError: a parameter has no state in any file, or parameters of one group had different options.
+    """
+    wanted = located(engine, places)
     groups = engine.optimizer.state_dict()["param_groups"]
     state, options = {}, {}
-    for file in own:
+    for file in _own_files(engine, places):
         if not any(place[0] == file for place, _, _ in wanted) and len(options) == len(groups):
             continue
         saved = load(file)["optimizer"]
@@ -167,6 +178,12 @@ def moved_state(engine, places: dict[str, list[list[str]]], load: Callable[[str]
             if not groups[group]["params"] and group < len(saved["param_groups"]):
                 options.setdefault(group, _options(saved["param_groups"][group]))
     return {"state": state, "param_groups": [{**group, **options.get(index, {})} for index, group in enumerate(groups)]}
+
+
+def _own_files(engine, places) -> list[str]:
+    """Those of this rank's tensor-parallel slice."""
+    slices = engine.grid.get_slice_parallel_world_size()
+    return [file for file in places if _slice_of(file, slices) == engine.grid.get_slice_parallel_rank()]
 
 
 def _slice_of(file: str, slices: int) -> int:
