@@ -417,6 +417,9 @@ def failed_saves(rank, world):
 
 def spoil(path, how):
     """Damages a file and returns a function that repairs it."""
+    if how == "left over":
+        shutil.copy(path.with_name(path.name.replace("02", "01")), path)
+        return path.unlink
     content = path.read_bytes()
     if how == "missing":
         path.unlink()
@@ -469,6 +472,7 @@ def refused_loads(rank, world):
             attempt(f"missing {name}", ours, spoiled=(ours / tag / name, "missing"))
             attempt(f"short {name}", ours, spoiled=(ours / tag / name, "short"))
         attempt("stock missing", stock, spoiled=(stock / tag / "layer_02-model_states.pt", "missing"))
+        attempt("stock left over", stock, spoiled=(stock / tag / "mp_rank_02_model_states.pt", "left over"))
         attempt("no such tag", ours, tag="global_step9")
         attempt("other model", ours, count=5, boundaries=(0, 2, 5))
         attempt("other zero", ours, setup="zero-1 fp32")

@@ -112,6 +112,7 @@ REFUSED = {
     "missing mp_rank_01_model_states.pt": ("mp_rank_01_model_states.pt is missing", ),
     "short mp_rank_01_model_states.pt": ("mp_rank_01_model_states.pt is damaged: ", ),
     "stock missing": ("there is no file", "layer_02-model_states.pt"),
+    "stock left over": ("was saved by 2 model-parallel ranks and has 3 files", "left over from another layout"),
     "no such tag": ("there is no checkpoint", "global_step9; there are ['global_step1']"),
     "other model": ("has 4 layers, the model has 5", "load_module_strict"),
     "other zero": ("boundaries [0, 2, 4], 1 data-parallel replica", "ZeRO 0 with AdamW, and this engine has", "ZeRO 1"),

@@ -65,8 +65,12 @@ def examined(engine, folder: Path, strict: bool) -> dict | None:
         others = sorted(path.parent.name for path in folder.parent.glob("*/mp_rank_*_model_states.pt"))
         raise ValueError(f"there is no checkpoint {folder}; there are {sorted(set(others)) or 'no others'}")
     manifest = folders.manifest_of(folder)
-    if not any(folder.glob("mp_rank_*_model_states.pt")):
+    files = sorted(folder.glob("mp_rank_*_model_states.pt"))
+    if not files:
         raise ValueError(f"{folder} is no checkpoint of DeepSpeed: it has no file mp_rank_*_model_states.pt")
+    if manifest is None and (saved := opened(files[0]).get("mp_world_size", len(files))) != len(files):
+        raise ValueError(f"{folder} was saved by {saved} model-parallel ranks and has {len(files)} files mp_rank_*: some are "
+                         "missing, or left over from another layout; remove those that are older")
     count = len(engine.module._layer_specs)
     if manifest is not None and strict and manifest["layout"]["boundaries"][-1] != count:
         raise ValueError(f"{folder} has {manifest['layout']['boundaries'][-1]} layers, the model has {count}; build the model "
