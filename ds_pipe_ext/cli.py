@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from . import doctor
+from . import doctor, training
 from .config import PipeConfig, count_microbatches, load, read_config
 from .plan import Plan, PlanError, Simulation, draw, simulate
 from .plan.simulate import as_costs
@@ -116,11 +116,7 @@ def _check(args: argparse.Namespace) -> int:
     problems = []
     try:
         source = load(args.config)
-        zero = source.get("zero_optimization", {})
-        zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
-        if zero_stage in (2, 3):
-            problems.append(f"zero_optimization.stage is {zero_stage}: a pipeline accumulates gradients over "
-                            "micro-batches, which ZeRO 2 and 3 cannot; allowed: 0, 1")
+        problems.extend(training.problems(source))
         config = read_config(source)
         result["partition"] = str(config.partition or "parameters")
         result["pipeline ranks"] = stages = config.resolve_stages(args.stages, args.ranks)

@@ -36,7 +36,7 @@ def _act(how: str):
         os._exit(7)
     if how == "sys.exit":
         sys.exit(3)
-    raise {"raise": ValueError(BOOM), "stop": StopIteration(), "memory": MemoryError(BOOM), "interrupt": KeyboardInterrupt(BOOM),
+    raise {"raise": ValueError(BOOM), "memory": MemoryError(BOOM), "interrupt": KeyboardInterrupt(BOOM),
            "oom": torch.OutOfMemoryError(f"CUDA out of memory: {BOOM}"),
            "gloo": RuntimeError(f"{BOOM}, not a transfer"), "socket": ConnectionResetError(f"{BOOM}: bucket unreachable")}[how]
 

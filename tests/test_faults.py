@@ -35,7 +35,6 @@ RAISING = {
     "weight gradient, middle of 3": case(3, "weight_grad", 1, 1, schedule="zb-h1", call=3),
     "loss, 2 ranks, later step": case(2, "loss", 1, 2, call=2),
     "data, first of 4": case(4, "data", 0, 1, call=2),
-    "data ends on the last of 3 ranks": case(3, "data", 2, 1, "stop", "StopIteration", call=2),
     "prepare_batch, last of 2": case(2, "prepare_batch", 1, 0, call=2),
     "other samples on the last of 3": case(3, "samples", 2, 0, error="ValueError: the first stage and the last stage read "
                                            "different samples for micro-batches 0, 1, 2, 3 of this step"),
@@ -43,6 +42,8 @@ RAISING = {
         2, "samples", 1, 0, config=GLOO, error="ValueError: the first stage and the last stage read different samples"),
     "optimizer, middle of 3": case(3, "optimizer", 1, 1),
     "out of memory, middle of 3": case(3, "forward", 1, 1, "oom", "OutOfMemoryError: CUDA out of memory: boom", call=2),
+    "out of memory in the optimizer, ZeRO-1": case(3, "optimizer", 1, 1, "oom", "OutOfMemoryError: CUDA out of memory: boom",
+                                                   config={"zero_optimization": {"stage": 1}}),
     "MemoryError in a backward": case(2, "backward", 1, 1, "memory", "MemoryError: boom on purpose"),
     "a data source's own connection error": case(2, "data", 0, 1, "socket", "ConnectionResetError: boom on purpose"),
     "alive after its error, first of 3": case(3, "forward", 0, 1, alive=True),

@@ -118,3 +118,7 @@ class CausalLMLoss:
         loss = self.loss_function(outputs, labels, vocab_size=self.vocab_size)
         any_valid = (labels[..., 1:] != self.ignore_index).any().to(loss.device)
         return torch.where(any_valid, loss, torch.zeros_like(loss))
+
+    def count_targets(self, labels) -> int:
+        """Labels that the loss averages over: it shifts them, so the first of a row is never predicted."""
+        return int((labels[..., 1:] != self.ignore_index).sum())

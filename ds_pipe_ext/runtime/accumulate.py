@@ -28,10 +28,6 @@ def accumulator_of(optimizer) -> Accumulate:
     if isinstance(optimizer, BF16_Optimizer):
         return _bf16(optimizer)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        if optimizer.cpu_offload:
-            raise ValueError("zero_optimization.offload_optimizer copies every gradient away during the backward pass, "
-                             "so a schedule that computes weight gradients later (zb-h1, zb-h2) would lose them; remove "
-                             "offload_optimizer or choose pipeline.schedule 1f1b or gpipe")
         if optimizer.use_grad_accum_attribute:
             return _grad_accum(optimizer)
         # Its hooks count what arrives during a backward pass and raise outside one; under a pipeline they do no more.

@@ -15,6 +15,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.utils import logger
 
 from . import folders, layout, portable, resume
+from .optimizers import IDLE
 
 
 class Checkpointing:
@@ -111,6 +112,12 @@ class Checkpointing:
             # BF16_Optimizer without ZeRO: upstream leaves out what the conversion to the universal format reads.
             return {**client_state, "param_shapes": self._get_zero_param_shapes()}
         return client_state
+
+    def _get_zero_param_shapes(self):
+        shapes = super()._get_zero_param_shapes()
+        for group in shapes:
+            group.pop(IDLE, None)
+        return shapes
 
     @contextlib.contextmanager
     def _portable_shards(self):
@@ -255,7 +262,7 @@ class Checkpointing:
             self._curr_ckpt_path = str(folder)
             self.load_module_state_dict({"module": None}, strict)
         for param, name in self.param_names.items():
-            if name == layout.IDLE:
+            if name == IDLE:
                 param.load_hp_checkpoint_state = lambda *_, place=param, **__: setattr(place._hp_mapping, "optim_fragment", {})
 
     def _go_on(self, folder: Path, manifest: dict | None) -> None:

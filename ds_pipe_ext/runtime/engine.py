@@ -10,6 +10,8 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import MUON_OPTIMIZER
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ..config import PipeConfig
@@ -19,13 +21,13 @@ from ..plan.lower import forward_only, lower
 from . import instructions as ins
 from .accumulate import accumulator_of
 from .checkpoint import Checkpointing
-from .executor import InstructionExecutor, MicroBatch, added
+from .data import DataEnded
+from .executor import InstructionExecutor, MicroBatch
 from .faults import FaultMonitor
-from .layout import IDLE
 from .metrics import Meter, track_plan
+from .optimizers import align_groups, client_aligned, correct, idle_parameter, muon_groups
 from .p2p import Links
 from .partitioned import slices
-from .samples import STEPS
 from .transport import GroupTransport, share_memory
 
 
@@ -52,14 +54,10 @@ class PlanEngine(Checkpointing, InstructionExecutor):
         super().__init__(*args, **kwargs)
         self._schedules: dict[tuple, ins.PlanSchedule] = {}
         self._slots: dict[tuple[int, int], MicroBatch] = {}
-        self._batches: dict[int, tuple] = {}
-        self._read = 0
+        self._loaders: dict[int, tuple] = {}
         self._evaluating = False
         self._logits: list = []
         self._loss_numbers: list[float] = []
-        self._loss_given = False
-        #: of the step's micro-batches while the samples of the first and the last stage are compared, else None
-        self._fingerprints: list[int] | None = None
         self._compared = 0
         self._links = self._faults.links = self._make_links() if self.is_pipe_parallel else None
         self.plan = pipe_config.plan(self.num_stages, self.micro_batches)
@@ -102,19 +100,18 @@ class PlanEngine(Checkpointing, InstructionExecutor):
                      acts=slices(self, self.pipe_config.pipe_partitioned),
                      grads=slices(self, self.pipe_config.grad_partitioned))
 
+    def _configure_optimizer(self, client_optimizer, model_parameters):
+        super()._configure_optimizer(client_aligned(self, client_optimizer), model_parameters)
+        correct(self.optimizer)
+
     def _configure_basic_optimizer(self, model_parameters):
-        parameters = list(model_parameters or [])
-        if not parameters:
-            # A stage may have nothing to train. torch refuses an empty list, but takes an empty group.
-            parameters = [{"params": []}]
-            if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
-                # DeepSpeed's own optimizers look at the first parameter and take part in collectives: one that never
-                # gets a gradient.
-                dtype, _ = self.get_data_types()
-                idle = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=self.device))
-                self.param_names[idle] = IDLE
-                parameters = [idle]
-        return super()._configure_basic_optimizer(parameters)
+        # torch refuses an empty list, and DeepSpeed's own optimizers look at the first parameter.
+        parameters = list(model_parameters) or [idle_parameter(self)]
+        if self.optimizer_name() == MUON_OPTIMIZER:
+            parameters = muon_groups(self, list(model_parameters))
+        made = super()._configure_basic_optimizer(parameters)
+        align_groups(self, made)
+        return made
 
     # ------------------------------------------------------------------------------------------------ schedules
 
@@ -135,11 +132,8 @@ class PlanEngine(Checkpointing, InstructionExecutor):
 
     def _exec_schedule(self, pipe_schedule):
         self._slots.clear()
-        self._batches.clear()
-        self._read = 0
-        self.fwd_outputs = []
-        self._loss_given = False
-        self._fingerprints = self._begin_comparison() if pipe_schedule.backward else None
+        self._begin_reading(pipe_schedule.micro_batches, pipe_schedule.backward)
+        self._begin_losses()
         if self._links:
             self._links.begin("train" if pipe_schedule.backward else "eval", pipe_schedule.digest)
         self._meter.begin(pipe_schedule)
@@ -148,9 +142,13 @@ class PlanEngine(Checkpointing, InstructionExecutor):
             for cmd in pipe_schedule.instructions:
                 faults.doing = cmd
                 self._INSTRUCTION_MAP[type(cmd)](self, cmd.instr)
+            self._hear()
             if self._links:
                 self._links.end()
             faults.doing = "the end of the step (gather of losses and measurements)"
+        except DataEnded:
+            self._drop_step()
+            raise
         except BaseException:
             if self._split:
                 self._split.discard()
@@ -160,56 +158,35 @@ class PlanEngine(Checkpointing, InstructionExecutor):
             self._batches.clear()
         self._meter.end()
 
-    def _begin_comparison(self) -> list[int] | None:
-        ends = self.plan.placement[0], self.plan.placement[-1]
-        if not self.pipe_config.check_samples or self._compared >= STEPS or ends[0] == ends[1]:
-            return None
-        self._compared += 1
-        return []
+    def _drop_step(self):
+        """All instructions up to the step have run on every rank, but the data ended: as if it had not begun."""
+        if self._links:
+            self._links.end()
+        if self._split:
+            self._split.discard()
+        if self._training_step:
+            self.optimizer.zero_grad()
+            self.module.zero_grad()
+        self._restart_loader()
 
     # -------------------------------------------------------------------------------------------------- training
 
     def train_batch(self, data_iter=None):
-        """As upstream's; a failure on any rank ends it on all: see :mod:`.faults`."""
+        """As upstream's; a failure on any rank ends it on all: see :mod:`.faults`.
+
+        Args:
+            data_iter: iterator of (inputs, labels), or a loader, which is read on from call to call.
+
+        Raises:
+            DataEnded: a StopIteration, on every rank, if the data ended on any of them; nothing was updated.
+        """
         with self._faults.watching("train_batch"):
-            return super().train_batch(data_iter)
+            try:
+                return super().train_batch(data_iter)
+            except DataEnded:
+                self.timers(TRAIN_BATCH_TIMER).stop()
+                raise
 
-    def _give_loss(self):
-        """Sums the step's losses where they are computed, and sends their mean to the other stages, once a step."""
-        if self._loss_given:
-            return
-        self._loss_given = True
-        # Summed in micro-batch order, as upstream does while they are computed.
-        for loss in self.fwd_outputs:
-            self.total_loss = added(self.total_loss, loss)
-        self.loss = self.fwd_outputs[-1]
-        if self.total_additional_losses is not None:
-            return
-        own = self._scale_loss_by_gas(self.total_loss).detach()
-        # Upstream reports fp32; a float64 model keeps its digits.
-        own = own if own.dtype is torch.float64 else own.float()
-        agg = own
-        if self.is_data_parallel:
-            agg = own.clone()
-            dist.all_reduce(agg, group=self.mpu.get_data_parallel_group())
-            agg /= self.dp_world_size
-        self._loss_numbers = [own.item(), agg.item(), float(own.dtype is torch.float64)]
-        if self._links:
-            self._links.send_loss(self.num_stages - 1, self._loss_numbers)
-
-    def _aggregate_total_loss(self):
-        """Upstream's mean loss; a message of its own instead of a broadcast."""
-        if self.total_additional_losses is not None or self.module.get_additional_losses() is not None:
-            self._meter.gather()
-            return super()._aggregate_total_loss()
-        # Before the measurements: the last stage's next message waits until the loss was received.
-        if not self.is_last_stage():
-            self._loss_numbers = self._links.take_loss(self.num_stages - 1, self.num_stages - 1, 3)
-        self._meter.gather()
-        own, agg, double = self._loss_numbers
-        dtype = torch.float64 if double else torch.float32
-        self.dp_group_loss, agg_loss = (torch.tensor(value, dtype=dtype, device=self.device) for value in (own, agg))
-        return agg_loss
 
     def get_global_grad_norm(self):
         """Norm of the last step's gradients over all stages, before clipping."""
@@ -223,8 +200,12 @@ class PlanEngine(Checkpointing, InstructionExecutor):
         self._global_grad_norm = total.sqrt().item()
         factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if factor < 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
+        # A norm that is no number makes all gradients none on all stages, as torch's clipping does.
+        if not factor >= 1.0:
+            for grad in (grad for grad in grads if grad.is_sparse):
+                grad.mul_(factor)
+            if dense := [grad for grad in grads if not grad.is_sparse]:
+                torch._foreach_mul_(dense, factor)
 
     def _squared_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, each parameter of the model counted on one rank only."""
@@ -234,6 +215,8 @@ class PlanEngine(Checkpointing, InstructionExecutor):
                  and (first_slice or is_model_parallel_parameter(p))]
         if not grads:
             return torch.zeros((), device=self.device)
+        # Rows that occur several times are summed first.
+        grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         return torch.stack(torch._foreach_norm(grads)).square().sum()
 
     def eval_batch(self, data_iter, return_logits=False, compute_loss=True, reduce_output="avg", bcast_loss=True,
@@ -241,7 +224,7 @@ class PlanEngine(Checkpointing, InstructionExecutor):
         """Evaluates one batch. As upstream's, but leaves training state, iterator and module mode as they were.
 
         Args:
-            data_iter: iterator of (inputs, labels); ``num_micro_batches`` of them are read.
+            data_iter: iterator of (inputs, labels), or a loader; ``num_micro_batches`` of them are read.
             return_logits: also return the last stage's outputs of all micro-batches, concatenated along the first
                 dimension (a list if their other dimensions differ); None on the other stages.
             compute_loss: apply the loss function; otherwise the outputs are reduced in its place.
@@ -251,6 +234,9 @@ class PlanEngine(Checkpointing, InstructionExecutor):
 
         Returns:
             The loss, or ``(loss, logits)``.
+
+        Raises:
+            DataEnded: a StopIteration, on every rank, if the data ended on any of them.
         """
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         if micro_batches < 1:

@@ -23,6 +23,7 @@ import time
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from .data import DataEnded
 from .p2p import TransferError, plain
 
 #: seconds between two looks into the store
@@ -170,9 +171,6 @@ class FaultMonitor:
 
     def _report_own(self, where: str, error: BaseException) -> None:
         self._own = _text(error)
-        if isinstance(error, StopIteration):
-            error.add_note("the data iterator ended before the step had all its micro-batches; wrap the loader in "
-                           "deepspeed.utils.RepeatingLoader, or stop one step earlier on every rank")
         error.add_note(f"in the pipeline: {where}")
         if self._store is None:
             return
@@ -353,7 +351,8 @@ class _Call:
 
     def __exit__(self, kind, error, trace):
         if self._outermost:
-            self._monitor._leave(error)
+            # Data that ended is told to every rank by the engine itself.
+            self._monitor._leave(None if isinstance(error, DataEnded) else error)
         return False
 
 

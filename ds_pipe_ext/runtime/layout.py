@@ -10,9 +10,6 @@ import torch
 
 from . import folders, portable
 
-#: wherever a stage's optimizer has nothing to train
-IDLE = "ds_pipe_ext.nothing_to_train"
-
 
 def layout_of(engine) -> dict:
     """What decides which optimizer state a rank holds; JSON can hold it."""
@@ -90,7 +87,7 @@ def _check_universal(engine, folder: Path, absent: list[str]) -> None:
     if not (folder / "zero" / "optimizer_state.pt").exists():
         raise ValueError(f"checkpoint.load_universal is true, but {folder} is no universal checkpoint; make one of the tag "
                          f"with `ds-pipe convert {folder.parent} --tag TAG`")
-    names = [name for group in engine._get_zero_param_shapes() for name in group if name != IDLE]
+    names = [name for group in engine._get_zero_param_shapes() for name in group]
     if missing := [name for name in names if not (folder / "zero" / name).is_dir()]:
         raise ValueError(f"{folder} has no state of the parameters {_shortened(missing)}: they were not trained there")
     module = engine.module

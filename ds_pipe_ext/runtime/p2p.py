@@ -20,7 +20,7 @@ import torch
 
 from .partitioned import Whole
 from .transport import Transport
-from .wire import HEADER_BYTES, HEADER_NUMBERS, BufferPool, Form, Spec, describe, fits, form_of
+from .wire import ENDED, HEADER_BYTES, HEADER_NUMBERS, BufferPool, Form, Spec, describe, fits, form_of
 
 _SAME, _CHANGED = 0, 1
 _ACT, _GRAD, _HEADER, _BLOB, _LOSS, _NUMBERS, _SAMPLES = range(7)
@@ -157,14 +157,14 @@ class Links:
         self._sent.clear()
 
     def send_act(self, stage: int, mb: int, peer: int, value, window: int) -> Spec:
-        """Sends a stage's output to ``peer``; returns its description.
+        """Sends a stage's output, or ``ENDED`` in its place, to ``peer``; returns its description.
 
         Raises:
             TypeError: if the output holds anything but dense tensors.
         """
         state = self._state("out", stage)
         spec = self.spec_of(value, stage, mb)
-        values = [value] if spec.single else list(value)
+        values = [] if spec == ENDED else [value] if spec.single else list(value)
         what = (_OUTPUT, stage, mb, self._names[peer])
         changed = spec is not state.spec
         inline = state.ahead and self._inline
@@ -215,7 +215,10 @@ class Links:
             self._read_headers(state, stage, mb)
 
     def take_act(self, stage: int, mb: int) -> tuple[object, Spec]:
-        """Waits for stage ``stage``'s input: ``(value, description)``; tensors whose gradient returns require one."""
+        """Waits for stage ``stage``'s input: ``(value, description)``; tensors whose gradient returns require one.
+
+        ``(None, ENDED)`` if the data ended before this micro-batch.
+        """
         state = self._state("in", stage)
         self._read_headers(state, stage, mb)
         incoming = state.arrived.pop(mb)
@@ -225,6 +228,8 @@ class Links:
         if self._mode == "train":
             for value, spec in zip(values, incoming.spec.tensors):
                 value.requires_grad_(spec.grad)
+        if incoming.spec == ENDED:
+            return None, ENDED
         return (values[0] if incoming.spec.single else tuple(values)), incoming.spec
 
     def send_grad(self, stage: int, mb: int, peer: int, grads: list[torch.Tensor | None], spec: Spec) -> None:
@@ -280,15 +285,8 @@ class Links:
         self._send(self._host, torch.tensor(fingerprints), peer, stage, _SAMPLES,
                    ("the fingerprints of stage {}'s samples to be received by rank {}", stage, self._names[peer]))
 
-    def tell_samples_agree(self, stage: int) -> None:
-        """The last stage has compared: all other ranks, which wait in :meth:`take_samples`, may step."""
-        for peer, name in enumerate(self._names):
-            if peer != self._rank:
-                self._send(self._host, torch.ones(1, dtype=torch.int64), peer, stage, _SAMPLES,
-                           ("the comparison of samples of stage {} to be received by rank {}", stage, name))
-
     def take_samples(self, stage: int, peer: int, count: int) -> list[int]:
-        """Waits for what stage ``stage`` on pipeline rank ``peer`` has read, or for its word that samples agree."""
+        """Waits for the fingerprints of what stage ``stage`` on pipeline rank ``peer`` has read."""
         message = torch.empty(count, dtype=torch.int64)
         self._wait(self._host.recv(message, peer, _KINDS * stage + _SAMPLES),
                    ("the fingerprints of stage {}'s samples from rank {}", stage, self._names[peer]))

@@ -9,6 +9,8 @@ from pathlib import Path
 from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
+from .optimizers import IDLE
+
 _TIED = "tied_modules."
 
 
@@ -95,9 +97,9 @@ def absent_layers(module, folder: Path, strict: bool = True) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- optimizer state
 
 def is_first_copy(module, name: str) -> bool:
-    """False for a parameter of a tied module that a stage before this one holds too."""
+    """False for a parameter of a tied module that a stage before this one holds too, and for one that fills a group."""
     if not name.startswith(_TIED):
-        return True
+        return name != IDLE
     first = _layers_of(module, name.removeprefix(_TIED).split(".", 1)[0])[0]
     return module._local_start <= first < module._local_stop
 
@@ -138,15 +140,20 @@ def located(engine, places: dict[str, list[list[str]]]) -> list[tuple]:
         position = itertools.count()
         for group, members in enumerate(places[file]):
             for name in members:
-                found.setdefault(name, (file, group, next(position)))
+                place = file, group, next(position)
+                if name != IDLE:
+                    found.setdefault(name, place)
     result, positions = [], itertools.count()
     for group, members in enumerate(engine.optimizer.param_groups):
         for param in members["params"]:
+            position = next(positions)
+            if engine.param_names[param] == IDLE:
+                continue
             known = [name for name in _names_of(engine.module, engine.param_names[param]) if name in found]
             if not known:
                 raise ValueError(f"the checkpoint has no optimizer state of {engine.param_names[param]}: it was not trained "
                                  "there; load with load_optimizer_states=False")
-            result.append((found[known[0]], group, next(positions)))
+            result.append((found[known[0]], group, position))
     return result
 
 
@@ -162,9 +169,9 @@ def moved_state(engine, places: dict[str, list[list[str]]], load: Callable[[str]
     """
     wanted = located(engine, places)
     groups = engine.optimizer.state_dict()["param_groups"]
-    state, options = {}, {}
+    state, options, others = {}, {}, {}
     for file in _own_files(engine, places):
-        if not any(place[0] == file for place, _, _ in wanted) and len(options) == len(groups):
+        if not any(place[0] == file for place, _, _ in wanted) and len(options | others) == len(groups):
             continue
         saved = load(file)["optimizer"]
         for (source, old_group, old), group, new in wanted:
@@ -173,10 +180,10 @@ def moved_state(engine, places: dict[str, list[list[str]]], load: Callable[[str]
             _keep_options(options, group, saved["param_groups"][old_group])
             if old in saved["state"]:
                 state[new] = saved["state"][old]
-        for group in range(len(groups)):
-            # A group that is empty on this rank has its options from any other.
-            if not groups[group]["params"] and group < len(saved["param_groups"]):
-                options.setdefault(group, _options(saved["param_groups"][group]))
+        # A group without parameters of this rank's layers has its options from any other rank.
+        for group, members in enumerate(saved["param_groups"][:len(groups)]):
+            others.setdefault(group, _options(members))
+    options = others | options
     return {"state": state, "param_groups": [{**group, **options.get(index, {})} for index, group in enumerate(groups)]}
 
 
