@@ -1,4 +1,6 @@
-"""``ds-pipe``: look at schedules, check a configuration, examine the machine. Imports neither torch nor deepspeed."""
+"""``ds-pipe``: look at schedules, check a configuration, convert a checkpoint, examine the machine.
+
+Imports neither torch nor deepspeed, but to convert."""
 
 from __future__ import annotations
 
@@ -51,6 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--ranks", type=int, required=True, help="number of processes in all")
     check.add_argument("--stages", type=int, help="what the script gives to the module as num_stages")
     check.set_defaults(run=_check)
+
+    convert = commands.add_parser("convert", help="make a universal checkpoint, which ZeRO 1 and bf16 load into any split")
+    convert.add_argument("directory", help="what was given to save_checkpoint")
+    convert.add_argument("--tag", help="default: what the file `latest` says")
+    convert.add_argument("--workers", type=int, default=1, metavar="N", help="processes that read and merge (default 1)")
+    convert.set_defaults(run=_convert)
 
     examine = commands.add_parser("doctor", help="look at versions, accelerator, build locks, cores, ports")
     examine.add_argument("--ranks", type=int, default=1, help="processes that will run on this machine")
@@ -132,6 +140,17 @@ def _describe(config: PipeConfig, plan: Plan) -> dict[str, Any]:
     return {"schedule": config.schedule.name, "schedule options": config.schedule.options or "none",
             "stages": plan.n_stages, "idle share at F = I = W": f"{summary['bubble_ratio']:.1%}",
             "micro-batches held by each stage": summary["held"]}
+
+
+def _convert(args: argparse.Namespace) -> int:
+    if args.workers < 1:
+        raise ValueError(f"--workers must be at least 1, got {args.workers}")
+    # torch and DeepSpeed are loaded by this command only.
+    from .runtime.universal import convert
+
+    target = convert(args.directory, args.tag, args.workers)
+    print(f'{target}: load it with "checkpoint": {{"load_universal": true}} in the DeepSpeed JSON')
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from ..plan.facts import splits_backward
 from ..plan.lower import forward_only, lower
 from . import instructions as ins
 from .accumulate import accumulator_of
+from .checkpoint import Checkpointing
 from .data import DataEnded
 from .executor import InstructionExecutor, MicroBatch
 from .faults import FaultMonitor
@@ -31,7 +32,7 @@ from .partitioned import slices
 from .transport import GroupTransport, share_memory
 
 
-class PlanEngine(InstructionExecutor):
+class PlanEngine(Checkpointing, InstructionExecutor):
     """A DeepSpeed pipeline engine whose schedule is a plan.
 
     Made by :func:`ds_pipe_ext.initialize` when the JSON names a ``pipeline.schedule``. ``train_batch``, ``eval_batch``
@@ -189,15 +190,6 @@ class PlanEngine(InstructionExecutor):
                 self.timers(TRAIN_BATCH_TIMER).stop()
                 raise
 
-    def save_checkpoint(self, *args, **kwargs):
-        """As upstream's; a failure on any rank is told to all."""
-        with self._faults.watching("save_checkpoint", step=False):
-            return super().save_checkpoint(*args, **kwargs)
-
-    def load_checkpoint(self, *args, **kwargs):
-        """As upstream's; a failure on any rank is told to all."""
-        with self._faults.watching("load_checkpoint", step=False):
-            return super().load_checkpoint(*args, **kwargs)
 
     def get_global_grad_norm(self):
         """Norm of the last step's gradients over all stages, before clipping."""

@@ -22,7 +22,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .accumulate import gradient_of
 
-_IDLE = "ds_pipe_ext.nothing_to_train"
+#: name of every parameter that only fills a group
+IDLE = "ds_pipe_ext.nothing_to_train"
 #: what DeepSpeed's norms ask a tensor: is it counted on this rank?
 _MARKS = (PIPE_REPLICATED, "model_parallel", "tensor_model_parallel")
 
@@ -31,7 +32,7 @@ def idle_parameter(engine, shape=(1, )) -> torch.nn.Parameter:
     """A parameter that belongs to no layer and gets no gradient but zeros: DeepSpeed's optimizers need one in every group."""
     dtype, _ = engine.get_data_types()
     idle = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=engine.device))
-    engine.param_names[idle] = _IDLE
+    engine.param_names[idle] = IDLE
     return idle
 
 
@@ -63,7 +64,7 @@ def align_groups(engine, optimizer) -> None:
         # torch wants names for all groups or for none.
         named = "param_names" in groups[0]
         settings = {key: value for key, value in groups[-1].items() if key not in ("params", "param_names")}
-        optimizer.add_param_group({**settings, "params": [(_IDLE, idle) if named else idle]})
+        optimizer.add_param_group({**settings, "params": [(IDLE, idle) if named else idle]})
 
 
 def client_aligned(engine, optimizer):
