@@ -190,7 +190,6 @@ class PlanEngine(Checkpointing, InstructionExecutor):
                 self.timers(TRAIN_BATCH_TIMER).stop()
                 raise
 
-
     def get_global_grad_norm(self):
         """Norm of the last step's gradients over all stages, before clipping."""
         self._meter.settle()
