@@ -79,6 +79,11 @@ class PlanEngine(InstructionExecutor):
                     or self.memory_breakdown() or self.autotuning_enabled() or self.is_deepcompile_enabled()
                     or self.torch_autocast_z0_gradscaler)
 
+    def steps_per_print(self):
+        """As upstream's; with a breakdown and nothing given every tenth step, where upstream divides by None."""
+        given = super().steps_per_print()
+        return 10 if given is None and self.wall_clock_breakdown() else given
+
     def _make_links(self) -> Links:
         two = self.pipe_config.p2p_groups == 2
         own, peers = self.grid.pp_proc_group, [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
