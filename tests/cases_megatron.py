@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -11,11 +12,12 @@ import tempfile
 import deepspeed
 import megatron_models as megatron
 import torch
+from cases_numbers import F64, clipped
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from engine_cases import SCHEDULES
-from models import stage_state
+from models import Reference, stage_state
 from suite import case
 
 import ds_pipe_ext
@@ -98,13 +100,10 @@ def _reader(mpu, start=0):
     return (megatron.sample(i) for i in range(start, 10**6))
 
 
-def _train(engine, mpu, length, curriculum=None):
+def _train(engine, mpu):
     """Three steps with an evaluation in between, as Megatron's loop does it: what the program gets to see."""
     data, seen = _reader(mpu), []
     for iteration in range(3):
-        if curriculum is not None:
-            length[0] = curriculum.update_difficulty(iteration + 1)
-            engine.reset_activation_shape()
         loss = engine.train_batch(data_iter=data)
         seen.append((loss.item(), engine.get_lr(), engine.global_steps, engine.get_additional_losses(),
                      engine.was_step_applied()))
@@ -136,23 +135,40 @@ def megatron_stock(rank, world):
         for schedule in (None, *SCHEDULES) if name in ("shares", "dropout") else (None, "1f1b", "zb-h2"):
             # Upstream's own engine asserts with it.
             breakdown = {"wall_clock_breakdown": schedule is not None and name != "whole"}
-            with program(rank, Settings(schedule, **options, **breakdown), mpu) as (engine, length):
-                seen = _train(engine, mpu, length)
+            with program(rank, Settings(schedule, **options, **breakdown), mpu) as (engine, _):
+                seen = _train(engine, mpu)
                 found.setdefault(name, {})[schedule] = type(engine).__name__, seen, stage_state(engine.module)
     return found
+
+
+def _reference(clip):
+    alone = megatron.Alone()
+    return Reference((megatron.specs(alone, dtype=F64), megatron.loss_of(alone)),
+                     optimizer=lambda p: clipped(p, clip or 1e9, lambda p: torch.optim.SGD(p, lr=0.5)))
+
+
+def _batches(start, length=megatron.LENGTH):
+    texts = [megatron.sample(start + i)["text"][:, :length + 1] for i in range(MICRO_BATCHES)]
+    return [megatron.split_batch({"text": text}, F64) for text in texts]
+
+
+def _weight_error(module, reference, mpu) -> float:
+    worst, whole = 0.0, reference.state()
+    for name, own in stage_state(module).items():
+        # The last stage's copy of the position embedding is never used.
+        if not (name.endswith("position_embeddings.weight") and mpu.get_pipeline_model_parallel_rank()):
+            worst = max(worst, (megatron.own_slice(whole[name], own, mpu) - own).abs().max().item())
+    return worst
 
 
 @case(4)
 def megatron_alone(rank, world):
     """float64 against one process with whole weights: (case, loss errors, evaluation error, weight error, norm errors)."""
     mpu, found = _mpu(), []
-    cases = [(schedule, clip, {"interval": clip == 0.0, "shares": clip == 0.0}) for schedule in SCHEDULES for clip in (0.0, 0.05)]
-    for schedule, clip, options in cases:
-        reference = megatron.Sequential()
-        parameters = [p for p in reference.parameters()]
-        optimizer = torch.optim.SGD(parameters, lr=0.5)
-        settings = Settings(schedule, dtype=torch.float64, gradient_clipping=clip, scheduler={},
-                            optimizer={"type": "SGD", "params": {"lr": 0.5}}, **options)
+    for schedule, clip in itertools.product(SCHEDULES, (0.0, 0.05)):
+        reference = _reference(clip)
+        settings = Settings(schedule, dtype=F64, gradient_clipping=clip, scheduler={}, interval=int(clip == 0.0),
+                            shares=clip == 0.0, optimizer={"type": "SGD", "params": {"lr": 0.5}})
         curriculum = CurriculumScheduler({"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 12,
                                           "schedule_type": "fixed_discrete",
                                           "schedule_config": {"difficulty": [8, 10, 12], "max_step": [1, 2]}})
@@ -162,27 +178,11 @@ def megatron_alone(rank, world):
                 length[0] = curriculum.update_difficulty(step + 1)
                 engine.reset_activation_shape()
                 loss = engine.train_batch(data).item()
-                total = 0.0
-                for mb in range(MICRO_BATCHES):
-                    text = megatron.sample(MICRO_BATCHES * step + mb)["text"][:, :length[0] + 1]
-                    one = reference(megatron.split_batch({"text": text}, torch.float64)) / MICRO_BATCHES
-                    one.backward()
-                    total += one.item()
-                norm = torch.nn.utils.clip_grad_norm_(parameters, clip or 1e9).item()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(abs(loss - total))
-                norms += [abs(engine.get_global_grad_norm() / norm - 1), abs(engine.last_step["grad_norm"] / norm - 1)]
+                losses.append(abs(loss - reference.step(_batches(MICRO_BATCHES * step, length[0]))))
+                norms += [abs(norm / reference.optimizer.norms[-1] - 1)
+                          for norm in (engine.get_global_grad_norm(), engine.last_step["grad_norm"])]
             with torch.no_grad():
-                expected = sum(reference(megatron.split_batch(megatron.sample(900 + i), torch.float64))
-                               for i in range(MICRO_BATCHES)).item() / MICRO_BATCHES
+                expected = sum(reference.loss(*b).item() for b in _batches(900)) / MICRO_BATCHES
             evaluation = abs(engine.eval_batch(_reader(mpu, 900)).item() - expected)
-            names = reference.named()
-            weights = 0.0
-            for name, own in stage_state(engine.module).items():
-                # The last stage's copy of the position embedding is never used.
-                if not (name.endswith("position_embeddings.weight") and mpu.get_pipeline_model_parallel_rank()):
-                    whole = megatron.own_slice(names[name].detach(), own, mpu)
-                    weights = max(weights, (whole - own).abs().max().item())
-            found.append(((schedule, clip), losses, evaluation, weights, norms))
+            found.append(((schedule, clip), losses, evaluation, _weight_error(engine.module, reference, mpu), norms))
     return found

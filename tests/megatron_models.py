@@ -279,39 +279,6 @@ def split_batch(data, dtype=torch.float32):
     return (tokens, positions, mask), (labels, (labels % 7 != 0).to(dtype))
 
 
-class Sequential(nn.Module):
-    """The whole model in one process, weights once."""
-
-    def __init__(self, layers=4, dtype=torch.float64):
-        super().__init__()
-        self.tied = nn.ModuleDict()
-        self.layers, self.own = [], nn.ModuleDict()
-        for index, spec in enumerate(specs(Alone(), layers, 0.0, dtype)):
-            if isinstance(spec, TiedLayerSpec):
-                if spec.key not in self.tied:
-                    self.tied[spec.key] = spec.build()
-                module = self.tied[spec.key]
-                self.layers.append(module if spec.forward_fn is None else
-                                   (lambda x, m=module, f=spec.forward_fn: f(m, x)))
-            elif isinstance(spec, LayerSpec):
-                self.own[str(index)] = spec.build()
-                self.layers.append(self.own[str(index)])
-            else:
-                self.layers.append(spec)
-        self.loss_fn = loss_of(Alone())
-
-    def forward(self, batch):
-        value, labels = batch
-        for layer in self.layers:
-            value = layer(value)
-        return self.loss_fn(value, labels)
-
-    def named(self) -> dict:
-        """Parameters by the names that a PipelineModule gives them."""
-        result = {f"tied.{name}": p for name, p in self.tied.named_parameters()}
-        return result | dict(self.own.named_parameters())
-
-
 def own_slice(full, own, mpu):
     """The slice of ``full`` that a rank holds in the shape of ``own``."""
     for dim, (whole, part) in enumerate(zip(full.shape, own.shape)):
