@@ -175,7 +175,20 @@ class PlanEngine(InstructionExecutor):
     def train_batch(self, data_iter=None):
         """As upstream's; a failure on any rank ends it on all: see :mod:`.faults`."""
         with self._faults.watching("train_batch"):
-            return super().train_batch(data_iter)
+            step = self.global_steps
+            loss = super().train_batch(data_iter)
+            self._print_flops(step)
+            return loss
+
+    def _print_flops(self, step):
+        """Prints what the flops profiler saw in ``step``; upstream does so in engine.step(), which a pipeline never calls."""
+        if not self.flops_profiler_enabled() or step != self.flops_profiler_profile_step() or self.global_rank != 0:
+            return
+        self.flops_profiler.print_model_profile(profile_step=step, module_depth=self.flops_profiler_module_depth(),
+                                                top_modules=self.flops_profiler_top_modules(),
+                                                detailed=self.flops_profiler_detailed(),
+                                                output_file=self.flops_profiler_output_file())
+        self.flops_profiler.end_profile()
 
     def save_checkpoint(self, *args, **kwargs):
         """As upstream's; a failure on any rank is told to all."""

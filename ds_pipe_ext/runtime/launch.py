@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as UpstreamEngine
 
 from ..config import PipeConfig, count_microbatches, load, read_config
 from ..doctor import requirements
+from ..features import check_features
 from . import agree
 from .engine import PlanEngine
 from .guards import drop_missing_tracker, unlink_shared_buffers
@@ -33,6 +34,7 @@ class _EngineSwitch(type(UpstreamEngine)):
         with agree.starting() as start:
             pipe_config = read_config(config)
             if pipe_config.active:
+                check_features(load(config))
                 check_module(pipe_config, model)
             start.agree(agree.wanted_by(pipe_config, config, model))
         if not pipe_config.active:
@@ -95,6 +97,7 @@ def initialize(args=None, model=None, *positional, config=None, config_params=No
         with agree.starting():
             pipe_config = read_config(source)
             if pipe_config.active:
+                check_features(load(source))
                 check_module(pipe_config, model)
                 replicas = model.topology().get_dim("data") or 1
                 pipe_config.plan(model.num_stages, count_microbatches(load(source), replicas))
