@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import inspect
 
 import deepspeed
 import neox_models as neox
+import ranks
 import torch
+from cases_numbers import F64, clipped
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-from models import stage_state
+from engine_cases import SCHEDULES, worst
+from models import Reference, stage_state
 from suite import case
 
 import ds_pipe_ext
@@ -129,4 +133,42 @@ def neox_stock(rank, world):
                 norm = engine.get_global_grad_norm()
                 found.setdefault((tied, dropout), {})[schedule] = (type(engine).__name__, seen, stage_state(engine.module),
                                                                    surface(engine), norm)
+    return found
+
+
+@case(2)
+def neox_alone(rank, world):
+    """float64 against one process: (case, error of the losses, of the additional losses, of the weights, of the norm)."""
+    found = []
+    for tied in (True, False):
+        for schedule in SCHEDULES:
+            def loss(logits, labels):
+                lm_loss, z_loss = neox.cross_entropy(logits, labels)
+                parts.append((lm_loss.item(), z_loss.item()))
+                return lm_loss + 1e-2 * z_loss
+
+            parts: list = []
+            reference = Reference((neox.specs(tied, dtype=F64), loss),
+                                  optimizer=lambda p: clipped(p, 0.05, lambda p: torch.optim.SGD(p, lr=0.5)))
+            ds_pipe_ext.install()
+            net = neox.GPT2ModelPipe(PipeDataParallelTopology(num_pp=2, num_dp=1), tied=tied, dtype=F64, interval=1)
+            engine, *_ = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config={
+                "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO_BATCHES, "gradient_clipping": 0.05,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "pipeline": {"schedule": schedule}})
+            ds_pipe_ext.uninstall()
+            rows = neox.Tokens().rows.split(2)
+            errors = [0.0] * 3
+            for step in range(2):
+                batches = [neox.get_batch_pipe({"text": rows[MICRO_BATCHES * step + i]}, F64) for i in range(MICRO_BATCHES)]
+                parts.clear()
+                own = engine.train_batch(iter(batches)).item()
+                errors[0] = max(errors[0], abs(own - reference.step(batches)))
+                means = [sum(column) / MICRO_BATCHES for column in zip(*parts)]
+                errors[1] = max(errors[1], *(abs(a.item() - b) for a, b in zip(engine.get_additional_losses().values(), means)))
+                errors[2] = max(errors[2], abs(engine.get_global_grad_norm() / reference.optimizer.norms[-1] - 1))
+            found.append(((tied, schedule), *errors[:2], worst(stage_state(engine.module), reference.state()), errors[2]))
+            engine.destroy()
+            del engine, net
+            gc.collect()
+            ranks.drop_groups()
     return found

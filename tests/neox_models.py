@@ -18,8 +18,8 @@ def _named(module: nn.Module, name: str) -> None:
     """Weights that depend on the layer's name only."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     with torch.no_grad():
-        for p in module.parameters():
-            if p.dim() > 1:
+        for key, p in module.named_parameters():
+            if p.dim() > 1 or key.endswith("bias"):
                 p.copy_(torch.randn(p.shape, generator=generator) / p.shape[-1]**0.5)
 
 

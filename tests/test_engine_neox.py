@@ -1,10 +1,11 @@
-"""Programs in the manner of GPT-NeoX: against upstream's engine bit for bit; every public method answers as upstream's."""
+"""Programs in the manner of GPT-NeoX: against upstream's engine bit for bit, and against one process."""
 
 import math
 
 import cases_neox
 import suite
 import torch
+from engine_cases import SCHEDULES
 
 
 def test_a_neox_program_trains_as_with_upstream_bit_for_bit():
@@ -30,3 +31,12 @@ def test_every_public_method_of_upstream_is_looked_at():
     groups = [set(answers), cases_neox.CALLED, cases_neox.INTERNAL, cases_neox.SAVING]
     assert set.union(*groups) == cases_neox.public_methods()
     assert sum(map(len, groups)) == len(cases_neox.public_methods())
+
+
+def test_a_neox_program_equals_one_process():
+    for rank, found in enumerate(suite.result(2, "neox_alone")):
+        assert len(found) == 2 * len(SCHEDULES)
+        for case, loss, parts, weights, norm in found:
+            # Losses that travel beside others do so as fp32.
+            assert loss < 1e-6 and parts < 1e-5, (rank, case, loss, parts)
+            assert weights < 1e-12 and norm < 1e-12, (rank, case, weights, norm)
