@@ -16,6 +16,7 @@ from rich.table import Table
 
 from . import doctor, training
 from .config import PipeConfig, count_microbatches, load, read_config
+from .features import check_features
 from .plan import Plan, PlanError, Simulation, draw, simulate
 from .plan.simulate import as_costs
 from .registry import schedules
@@ -123,6 +124,7 @@ def _check(args: argparse.Namespace) -> int:
         result["data-parallel replicas"] = replicas = args.ranks // stages
         result["micro-batches a step"] = microbatches = count_microbatches(source, replicas)
         if config.active:
+            check_features(source)
             result |= _describe(config, config.plan(stages, microbatches))
         else:
             result["schedule"] = "none: DeepSpeed's own engine runs"

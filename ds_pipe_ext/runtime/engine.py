@@ -82,6 +82,11 @@ class PlanEngine(Checkpointing, InstructionExecutor):
                     or self.memory_breakdown() or self.autotuning_enabled() or self.is_deepcompile_enabled()
                     or self.torch_autocast_z0_gradscaler)
 
+    def steps_per_print(self):
+        """As upstream's; with a breakdown and nothing given every tenth step, where upstream divides by None."""
+        given = super().steps_per_print()
+        return 10 if given is None and self.wall_clock_breakdown() else given
+
     def _make_links(self) -> Links:
         two = self.pipe_config.p2p_groups == 2
         own, peers = self.grid.pp_proc_group, [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
@@ -184,11 +189,24 @@ class PlanEngine(Checkpointing, InstructionExecutor):
             DataEnded: a StopIteration, on every rank, if the data ended on any of them; nothing was updated.
         """
         with self._faults.watching("train_batch"):
+            step = self.global_steps
             try:
-                return super().train_batch(data_iter)
+                loss = super().train_batch(data_iter)
             except DataEnded:
                 self.timers(TRAIN_BATCH_TIMER).stop()
                 raise
+            self._print_flops(step)
+            return loss
+
+    def _print_flops(self, step):
+        """Prints what the flops profiler saw in ``step``; upstream does so in engine.step(), which a pipeline never calls."""
+        if not self.flops_profiler_enabled() or step != self.flops_profiler_profile_step() or self.global_rank != 0:
+            return
+        self.flops_profiler.print_model_profile(profile_step=step, module_depth=self.flops_profiler_module_depth(),
+                                                top_modules=self.flops_profiler_top_modules(),
+                                                detailed=self.flops_profiler_detailed(),
+                                                output_file=self.flops_profiler_output_file())
+        self.flops_profiler.end_profile()
 
     def get_global_grad_norm(self):
         """Norm of the last step's gradients over all stages, before clipping."""

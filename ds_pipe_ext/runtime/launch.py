@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as UpstreamEngine
 
 from ..config import PipeConfig, count_microbatches, load, read_config
 from ..doctor import requirements
+from ..features import check_features
 from ..registry import nearest
 from ..training import check_training, value_at
 from . import agree
@@ -39,6 +40,7 @@ class _EngineSwitch(type(UpstreamEngine)):
         with agree.starting() as start:
             pipe_config = read_config(config)
             if pipe_config.active:
+                check_features(load(config))
                 check_module(pipe_config, model)
                 check_config(load(config), kwargs.get("optimizer"))
             start.agree(agree.wanted_by(pipe_config, config, model))
@@ -127,6 +129,7 @@ def initialize(args=None, model=None, *positional, config=None, config_params=No
         with agree.starting():
             pipe_config = read_config(source)
             if pipe_config.active:
+                check_features(load(source))
                 check_module(pipe_config, model)
                 check_config(load(source), positional[0] if positional else kwargs.get("optimizer"))
                 replicas = model.topology().get_dim("data") or 1
