@@ -361,7 +361,8 @@ class _Watcher:
 
     def __init__(self):
         self._monitors: list[FaultMonitor] = []
-        self._lock = threading.Lock()
+        # Garbage collection may end another engine, which is removed here, at any moment.
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._pipe: tuple[int, int] | None = None
         self._interrupted_at = 0.0
@@ -390,7 +391,7 @@ class _Watcher:
 
     def forget(self) -> None:
         """In a forked child, which has no such thread: what it inherited would stop its parent's."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if self._thread is None:
             return
         for monitor in self._monitors:
@@ -430,8 +431,11 @@ class _Watcher:
         atexit.unregister(self._stop)
 
     def _run(self, fd: int) -> None:
+        # Not select: a process with many groups has descriptors beyond its limit of 1024.
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
         while True:
-            if select.select([fd], [], [], _POLL_S)[0]:
+            if poll.poll(1000 * _POLL_S):
                 received = os.read(fd, 64)
                 if 0 in received:
                     return
