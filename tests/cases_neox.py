@@ -12,6 +12,7 @@ import neox_models as neox
 import ranks
 import torch
 from cases_numbers import F64, clipped
+from deepspeed.runtime import dataloader
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
@@ -67,6 +68,8 @@ def program(rank, world, schedule, tied, dropout):
     """The user's start, with his own optimizer and scheduler and DeepSpeed's loader."""
     ds_pipe_ext.install()
     torch.manual_seed(4)
+    # Its two forked readers a rank take five seconds an engine to start.
+    dataloader.DataLoader = lambda *args, **kwargs: torch.utils.data.DataLoader(*args, **{**kwargs, "num_workers": 0})
     try:
         net = neox.GPT2ModelPipe(PipeDataParallelTopology(num_pp=2, num_dp=world // 2), tied=tied, dropout=dropout,
                                  interval=1 if dropout else 0)
@@ -84,8 +87,12 @@ def program(rank, world, schedule, tied, dropout):
         engine.set_has_attention_mask(True)
         yield engine
         engine.destroy()
+        # Groups of engines that are over keep threads.
+        gc.collect()
+        ranks.drop_groups()
     finally:
         ds_pipe_ext.uninstall()
+        dataloader.DataLoader = torch.utils.data.DataLoader
 
 
 def _run(engine) -> list:
