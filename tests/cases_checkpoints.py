@@ -13,6 +13,7 @@ from pathlib import Path
 
 import deepspeed
 import numpy
+import ranks
 import torch
 import torch.distributed as dist
 from cases_numbers import F64, Frozen
@@ -108,6 +109,7 @@ def stock_checkpoints(rank, world):
                     found.setdefault(name, []).append((expected, steps(other, "tied", 2, dtype=dtype), client["mine"],
                                                        other.global_steps, path is not None))
                     other.destroy()
+                    ranks.drop_groups()
     return found
 
 
