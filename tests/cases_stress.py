@@ -1,4 +1,4 @@
-"""Transfers whose timing is not what anybody planned: random sleeps around every instruction, sends that wait for their receive."""
+"""Transfers whose timing nobody planned: random sleeps around every instruction, sends that wait for their receive."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def disturbed_steps(rank, world, steps, ways, seconds=0.003):
         for disturb in (False, True):
             made = engine(([LayerSpec(Scale, i) for i in range(world + 1)], nn.MSELoss()), 0, world, schedule, 4,
                           optimizer={"type": "SGD", "params": {"lr": 0.01}},
-                          pipeline={"p2p_transport": transport, "p2p_groups": groups, "check_samples": False})
+                          pipeline={"p2p_transport": transport, "p2p_groups": groups})
             if disturb:
                 _disturbed(made, rng, seconds)
                 for used in {id(t): t for t in (*made._links._transports, made._links._host)}.values():

@@ -59,7 +59,7 @@ def _run_all(rank: int, world: int, only: str) -> dict:
 @functools.cache
 def _results(world: int) -> list[dict] | ranks.RanksFailed:
     try:
-        return ranks.run(_run_all, world, _ONLY, limit=float(os.environ.get("ENGINE_LIMIT", 420)))
+        return ranks.run(_run_all, world, _ONLY, limit=float(os.environ.get("ENGINE_LIMIT", 1200)))
     except ranks.RanksFailed as error:
         # Kept: every test would run all cases again, only to see the same.
         return error

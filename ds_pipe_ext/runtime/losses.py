@@ -17,6 +17,9 @@ class StepLoss(StepData):
     def _begin_losses(self) -> None:
         self.fwd_outputs = []
         self._loss_given = self._heard = False
+        self._loss_posted = None
+        if not self._owns_loss():
+            self._loss_posted = self._links.post_loss(len(self.plan.placement) - 1, self.plan.placement[-1], 4)
 
     def _is_loss(self, stage: int) -> bool:
         return stage == len(self.plan.placement) - 1
@@ -88,7 +91,7 @@ class StepLoss(StepData):
         if self._owns_loss():
             self._give_loss()
         else:
-            self._loss_numbers = self._links.take_loss(len(self.plan.placement) - 1, self.plan.placement[-1], 4)
+            self._loss_numbers = self._links.take(self._loss_posted)
         if missing := int(self._loss_numbers[3]):
             raise DataEnded(f"the data ended {missing} micro-batch{'es' if missing > 1 else ''} short of the {self._window} of "
                             "this call; nothing was updated")

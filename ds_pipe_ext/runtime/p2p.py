@@ -2,10 +2,10 @@
 
 Every activation is announced by a header, so any shape can follow any other without a flag. While a link's shapes stay
 the same, its receives are posted ahead into pooled buffers and the header only confirms them; where messages have tags it
-then travels inside the message. When a shape changes, the sender first fills the receives that are already posted (their number, the
-window, is known to both ends from the program), then describes and sends the new tensors; for the rest of that step the
-receiver posts each payload once its header has arrived. Gradients have the shapes of the activations, which both ends
-know.
+then travels inside the message. When a shape changes, the sender first fills the receives that are already posted (their
+number, the window, is known to both ends from the program), then describes and sends the new tensors; for the rest of that
+step the receiver posts each payload once its header has arrived. Gradients have the shapes of the activations, which both
+ends know.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import pickle
 import re
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from .partitioned import Whole
-from .transport import Transport
+from .transport import Transport, Work
 from .wire import ENDED, HEADER_BYTES, HEADER_NUMBERS, BufferPool, Form, Spec, describe, fits, form_of
 
 _SAME, _CHANGED = 0, 1
@@ -59,6 +60,14 @@ def plain(error: BaseException) -> str:
 
 def _as_tensor(header: tuple[int, int, int, int]) -> torch.Tensor:
     return torch.tensor([*header, *_PADDING])
+
+
+class Posted(NamedTuple):
+    """A posted receive of numbers."""
+
+    message: torch.Tensor
+    work: Work
+    what: tuple
 
 
 @dataclass(slots=True)
@@ -268,29 +277,34 @@ class Links:
         return self._grad_share.join(incoming.form.values(incoming.messages, self._device), incoming.spec.tensors)
 
     def send_loss(self, stage: int, numbers: list[float]) -> None:
-        """Gives ``numbers`` of the stage that computes the loss to all other ranks, which call :meth:`take_loss`."""
+        """Gives ``numbers`` of the stage that computes the loss to all other ranks, which have called :meth:`post_loss`."""
         message = torch.tensor(numbers, dtype=torch.float64)
         for peer, name in enumerate(self._names):
             if peer != self._rank:
                 self._send(self._host, message, peer, stage, _LOSS, ("the loss of stage {} to be received by rank {}", stage, name))
 
-    def take_loss(self, stage: int, peer: int, count: int) -> list[float]:
-        """Waits for the ``count`` numbers that stage ``stage`` on pipeline rank ``peer`` sent."""
+    def post_loss(self, stage: int, peer: int, count: int) -> Posted:
+        """Posts the receive of ``count`` numbers of stage ``stage`` on pipeline rank ``peer``: before a step, so that their
+        sender can be done with them whatever this rank does. :meth:`take` gives them."""
         message = torch.empty(count, dtype=torch.float64)
-        self._wait(self._host.recv(message, peer, _KINDS * stage + _LOSS), ("the loss from rank {}", self._names[peer]))
-        return message.tolist()
+        return Posted(message, self._host.recv(message, peer, _KINDS * stage + _LOSS),
+                      ("the loss from rank {}", self._names[peer]))
 
     def send_samples(self, stage: int, peer: int, fingerprints: list[int]) -> None:
-        """Sends what the first stage has read to the rank of the last, which calls :meth:`take_samples`."""
+        """Sends what the first stage has read to the rank of the last, which has called :meth:`post_samples`."""
         self._send(self._host, torch.tensor(fingerprints), peer, stage, _SAMPLES,
                    ("the fingerprints of stage {}'s samples to be received by rank {}", stage, self._names[peer]))
 
-    def take_samples(self, stage: int, peer: int, count: int) -> list[int]:
-        """Waits for the fingerprints of what stage ``stage`` on pipeline rank ``peer`` has read."""
+    def post_samples(self, stage: int, peer: int, count: int) -> Posted:
+        """Posts, before a step, the receive of the fingerprints of what ``stage`` on pipeline rank ``peer`` will read."""
         message = torch.empty(count, dtype=torch.int64)
-        self._wait(self._host.recv(message, peer, _KINDS * stage + _SAMPLES),
-                   ("the fingerprints of stage {}'s samples from rank {}", stage, self._names[peer]))
-        return message.tolist()
+        return Posted(message, self._host.recv(message, peer, _KINDS * stage + _SAMPLES),
+                      ("the fingerprints of stage {}'s samples from rank {}", stage, self._names[peer]))
+
+    def take(self, posted: Posted) -> list:
+        """Waits for the numbers of a posted receive."""
+        self._wait(posted.work, posted.what)
+        return posted.message.tolist()
 
     def share(self, numbers: list[float]) -> None:
         """Gives ``numbers`` to all ranks, as all of them do. Nobody waits before :meth:`shared` where messages outlive their
