@@ -59,3 +59,16 @@ def features(rank, world):
             comm.comm.comms_logger.enabled = False
             gc.enable()
     return found
+
+
+@case(1)
+def compilation(rank, world):
+    """The error of engine.compile()."""
+    made = engine("mlp", 2, world, "zb-h1", 1)
+    try:
+        made.compile()
+    except ValueError as error:
+        return str(error)
+    finally:
+        made.destroy()
+    return ""

@@ -70,3 +70,7 @@ def test_supported_features_change_no_loss_and_do_their_work():
         for name, (losses, output, worked) in found.items():
             assert losses == expected, (rank, name)
             assert worked, (rank, name, output[-2000:])
+
+
+def test_compilation_is_refused():
+    assert "engine.compile() is not supported with a pipeline.schedule" in suite.result(1, "compilation")[0]

@@ -208,6 +208,16 @@ class PlanEngine(Checkpointing, InstructionExecutor):
                                                 output_file=self.flops_profiler_output_file())
         self.flops_profiler.end_profile()
 
+    def compile(self, *args, **kwargs):
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("engine.compile() is not supported with a pipeline.schedule: it compiles a stage as a whole, whose linear "
+                         "layers a split backward has to see; remove the call (torch.compile on functions inside a layer that "
+                         "use no Linear or Embedding does no harm)")
+
     def get_global_grad_norm(self):
         """Norm of the last step's gradients over all stages, before clipping."""
         self._meter.settle()
