@@ -110,7 +110,7 @@ class StepData(PipelineEngine):
         else:
             inputs, labels = self._prepare(batch)
             self._batches[self._read] = inputs if first else None, labels
-            if self._by_tokens and self._owns_loss():
+            if self._by_tokens and self._compute_loss and self._owns_loss():
                 self._targets.append(count_targets(self.module.loss_fn, labels))
         self._read += 1
         if self._fingerprints is not None:
