@@ -28,6 +28,7 @@ _ALLOWED = {
     "p2p_groups": "1 or 2",
     "p2p_transport": "\"auto\" (shared memory if all ranks of the pipeline run on the CPUs of one host) or \"process_group\"",
     "check_samples": "true or false",
+    "loss_chunk_tokens": "an int of at least 1, or null for the logits of the whole micro-batch at once",
     "watchdog_seconds": "a number of at least 0 (0: never)",
     "pipe_partitioned": "true or false",
     "grad_partitioned": "true or false",
@@ -59,6 +60,7 @@ class PipeConfig(BaseModel):
         p2p_transport: "auto": shared memory where all ranks of a pipeline run on the CPUs of one host; "process_group".
         check_samples: compare what the first and the last stage read in the first steps.
         watchdog_seconds: time in one operation after which every rank prints what it does; 0 for never.
+        loss_chunk_tokens: tokens whose logits and loss are made at a time (Hugging Face modules), or None for all at once.
         pipe_partitioned, grad_partitioned, seed_layers, activation_checkpoint_interval, use_reentrant: DeepSpeed's own.
     """
 
@@ -70,6 +72,7 @@ class PipeConfig(BaseModel):
     p2p_transport: Literal["auto", "process_group"] = "auto"
     check_samples: StrictBool = True
     watchdog_seconds: StrictInt | StrictFloat = Field(120, ge=0, allow_inf_nan=False)
+    loss_chunk_tokens: StrictInt | None = Field(None, ge=1)
     pipe_partitioned: StrictBool = True
     grad_partitioned: StrictBool = True
     seed_layers: StrictBool = False

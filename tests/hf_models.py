@@ -2,7 +2,6 @@
 
 import torch
 import transformers
-from deepspeed.pipe import TiedLayerSpec
 from transformers import AutoModelForCausalLM
 
 TINY = dict(
@@ -24,19 +23,42 @@ FAMILIES = {
     "gpt_neox": ("GPTNeoXConfig", dict(hidden_dropout=0.0)),
     "gpt2": ("GPT2Config", dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
     "opt": ("OPTConfig", dict(ffn_dim=24, dropout=0.0)),
+    "granite": ("GraniteConfig", dict(embedding_multiplier=2.0, logits_scaling=1.5, residual_multiplier=0.5)),
+    "glm4": ("Glm4Config", {}),
+    "bloom": ("BloomConfig", dict(hidden_dropout=0.0, n_layer=3, n_head=4)),
+    "falcon": ("FalconConfig", dict(new_decoder_architecture=True, num_kv_heads=2, head_dim=...)),
+    "starcoder2": ("Starcoder2Config", dict(sliding_window=3, residual_dropout=0.0)),
+    "cohere2": ("Cohere2Config", dict(logit_scale=0.5, **WINDOWED)),
+    "stablelm": ("StableLmConfig", dict(use_parallel_residual=True)),
+    "exaone4": ("Exaone4Config", WINDOWED),
+    "nemotron": ("NemotronConfig", {}),
+    "phi": ("PhiConfig", dict(resid_pdrop=0.0, embd_pdrop=0.0)),
+    "gemma": ("GemmaConfig", {}),
+    "olmo3": ("Olmo3Config", WINDOWED),
+    "gpt_oss": ("GptOssConfig", dict(num_local_experts=4, num_experts_per_tok=2, **WINDOWED)),
+    "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3_moe": ("Qwen3MoeConfig", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1])),
+    "olmoe": ("OlmoeConfig", dict(head_dim=4, num_experts=4, num_experts_per_tok=2)),
     "opt-projected": ("OPTConfig", dict(ffn_dim=24, dropout=0.0, word_embed_proj_dim=8, do_layer_norm_before=False)),
 }
-SPLIT = [(family, tied) for family in FAMILIES for tied in (True, False)]
+MOE = ["gpt_oss", "mixtral", "qwen3_moe", "olmoe"]
+# A head with a bias cannot be tied.
+SPLIT = [(family, tied) for family in FAMILIES for tied in (True, False) if (family, tied) != ("phi", True)]
 
 
 def config_of(family, tied=False, **changes):
     kind, extra = FAMILIES[family]
-    return getattr(transformers, kind)(**{**TINY, **extra, "tie_word_embeddings": tied, **changes})
+    settings = {**TINY, **extra, "tie_word_embeddings": tied, **changes}
+    # An ellipsis: this family has no such setting.
+    return getattr(transformers, kind)(**{name: value for name, value in settings.items() if value is not ...})
 
 
 def model_of(family, tied=False, **changes):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(family, tied, **changes), dtype=torch.float64).train()
+    config = config_of(family, tied, **changes)
+    if family in MOE:  # grouped matrix products know no float64
+        config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
     with torch.no_grad():  # initial norms and biases are constants, which would hide errors
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -44,10 +66,13 @@ def model_of(family, tied=False, **changes):
 
 
 def batch_of(padding, batch=2, length=7):
+    """Keyword arguments of a model; `padding`: none, left, right, or packed (several documents in a row)."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 64, (batch, length), generator=generator)
     result = {"input_ids": ids, "labels": ids.clone()}
-    if padding != "none":
+    if padding == "packed":
+        result["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]])[:batch, :length]
+    elif padding != "none":
         mask = torch.ones_like(ids)
         mask[0, slice(0, 3) if padding == "left" else slice(-3, None)] = 0
         result["attention_mask"] = mask
@@ -55,39 +80,6 @@ def batch_of(padding, batch=2, length=7):
         if padding == "left":
             result["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     return result
-
-
-class Chain:
-    """The layers of a pipeline in one process, cut wherever a test likes."""
-
-    def __init__(self, specs):
-        self.tied, self.modules, self.functions = {}, [], []
-        for spec in specs:
-            if isinstance(spec, TiedLayerSpec):
-                module = self.tied.get(spec.key) or self.tied.setdefault(spec.key, spec.build())
-                function = module if spec.forward_fn is None else (lambda x, f=spec.forward_fn, m=module: f(m, x))
-            else:
-                module = function = spec.build()
-            self.modules.append(module)
-            self.functions.append(function)
-
-    def forward(self, inputs, cuts=()):
-        """Logits, and the (sent, received) hidden states at the cuts, each before the layer it names."""
-        boundaries = []
-        for index, function in enumerate(self.functions):
-            if index in cuts:
-                sent = inputs if isinstance(inputs, tuple) else (inputs,)
-                assert all(isinstance(tensor, torch.Tensor) for tensor in sent)
-                assert [tensor.requires_grad for tensor in sent] == [True] + [False] * (len(sent) - 1)
-                received = tuple(tensor.detach().clone() for tensor in sent)
-                received[0].requires_grad_()
-                boundaries.append((sent[0], received[0]))
-                inputs = received if isinstance(inputs, tuple) else received[0]
-            inputs = function(inputs)
-        return inputs, boundaries
-
-    def named(self):
-        return {name: tensor for module in self.modules for name, tensor in module.hf_named_parameters()}
 
 
 def assert_close(actual, expected, what, tolerance=1e-10):

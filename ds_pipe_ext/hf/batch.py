@@ -1,7 +1,8 @@
-"""What travels between layers besides hidden states, and how batches and losses meet DeepSpeed's conventions.
+"""What travels between layers besides hidden states, and how batches meet DeepSpeed's conventions.
 
-Layers exchange `hidden` alone or `(hidden, side tensors...)`. A side tensor's dtype says what it is, so that an absent
-one needs no placeholder: bool or floating is the attention mask, int32 the position ids.
+Layers exchange `hidden` alone or `(hidden, side tensors...)`. A side tensor says what it is, so that an absent one needs
+no placeholder: bool, or floating with 4 dimensions, is the attention mask, int32 the position ids, floating with fewer
+dimensions the router logits of a layer (one or more each, in the order of the layers).
 """
 
 import torch
@@ -76,6 +77,12 @@ def pack(hidden, side):
     return (hidden, *side) if side else hidden
 
 
+def split_routed(side):
+    """Split side tensors into (those that stand for arguments of the model, router logits)."""
+    routed = tuple(tensor for tensor in side if tensor.is_floating_point() and tensor.dim() < 4)
+    return side[: len(side) - len(routed)], routed
+
+
 def side_arguments(side) -> dict:
     """The model's keyword arguments that side tensors stand for, gradients cut.
 
@@ -102,19 +109,3 @@ def side_arguments(side) -> dict:
             )
         arguments[name] = tensor.detach()
     return arguments
-
-
-class CausalLMLoss:
-    """DeepSpeed's `loss_fn(outputs, labels)` from the model's own loss function, which shifts the labels itself.
-
-    A micro-batch without valid labels gives 0 and zero gradients instead of 0 / 0.
-    """
-
-    def __init__(self, loss_function, vocab_size, ignore_index=-100):
-        self.loss_function, self.vocab_size, self.ignore_index = loss_function, vocab_size, ignore_index
-        self.__name__ = getattr(loss_function, "__name__", type(loss_function).__name__)
-
-    def __call__(self, outputs, labels):
-        loss = self.loss_function(outputs, labels, vocab_size=self.vocab_size)
-        any_valid = (labels[..., 1:] != self.ignore_index).any().to(loss.device)
-        return torch.where(any_valid, loss, torch.zeros_like(loss))

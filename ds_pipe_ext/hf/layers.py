@@ -1,12 +1,16 @@
 """The pipeline layers of a causal LM: embedding, prologue if any, decoder layers, epilogue (final norm), head.
 
-A layer takes and returns `hidden` or a tuple `(hidden, side tensors...)`, see `batch`; the head returns logits.
+A layer takes and returns `hidden` or a tuple `(hidden, side tensors...)`, see `batch`; the head returns logits, or a
+`HeadOutput` if they alone do not make the loss.
 """
 
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
+from torch.func import functional_call
 
-from .batch import pack, side_arguments, unpack
+from .batch import pack, side_arguments, split_routed, unpack
+from .loss import HeadOutput
+from .routers import watching
 from .shell import Shell
 from .sources import open_source, without_weights
 
@@ -44,6 +48,22 @@ class PipelineLayer(nn.Module):
             for key, tensor in self.get_submodule(child).state_dict(keep_vars=True).items():
                 yield f"{name}.{key}", tensor
 
+    def finish(self, inputs, head):
+        """What the loss function gets: logits through the module `head`, or what makes them and the loss."""
+        hidden, side = unpack(inputs)
+        side, routed = split_routed(side)
+        shell, training, arguments = self.shell, self.training, side_arguments(side)
+        term = shell.loss_term(hidden, arguments, routed, training) if shell.router_losses else None
+        if shell.loss_chunk_tokens is None:
+            logits = shell.head(hidden, arguments, head, training)
+            return logits if term is None else HeadOutput(logits=logits, term=term)
+
+        def project(hidden, weights):
+            return shell.head(hidden, {}, lambda x: functional_call(head, weights, x), training)
+
+        weights = {name: parameter.view_as(parameter) for name, parameter in head.named_parameters()}
+        return HeadOutput(None, term, hidden, weights, project, shell.structure.draws_random)
+
 
 class Embedding(PipelineLayer):
     """Token ids [batch, length] to embeddings [batch, length, width].
@@ -66,9 +86,8 @@ class Embedding(PipelineLayer):
         return pack(self.only()(input_ids), side)
 
     def logits(self, inputs):
-        """The head of a model with tied weights: hidden [batch, length, width] to logits."""
-        hidden, side = unpack(inputs)
-        return self.shell.head(hidden, side_arguments(side), self.tied_head, self.training)
+        """The head of a model with tied weights, as `Head`."""
+        return self.finish(inputs, self.tied_head)
 
 
 class Prologue(PipelineLayer):
@@ -92,13 +111,15 @@ class DecoderLayer(PipelineLayer):
 
     def forward(self, inputs):
         hidden, side = unpack(inputs)
-        args, kwargs = self.shell.layer_arguments(self.index, hidden, side_arguments(side), self.training)
+        arguments = side_arguments(split_routed(side)[0])
+        args, kwargs = self.shell.layer_arguments(self.index, hidden, arguments, self.training)
         key = self.shell.structure.hidden_argument
-        if isinstance(key, int):
-            output = self.only()(*args[:key], hidden, *args[key:], **kwargs)
-        else:
-            output = self.only()(*args, **{key: hidden}, **kwargs)
-        return pack(output[0] if isinstance(output, (tuple, list)) else output, side)
+        with watching(self.only(), self.shell.routers[self.index]) as routed:
+            if isinstance(key, int):
+                output = self.only()(*args[:key], hidden, *args[key:], **kwargs)
+            else:
+                output = self.only()(*args, **{key: hidden}, **kwargs)
+        return pack(output[0] if isinstance(output, (tuple, list)) else output, (*side, *routed))
 
 
 class Epilogue(PipelineLayer):
@@ -106,15 +127,15 @@ class Epilogue(PipelineLayer):
 
     def forward(self, inputs):
         hidden, side = unpack(inputs)
-        return pack(self.shell.epilogue(hidden, side_arguments(side), self.owned(), self.training), side)
+        arguments = side_arguments(split_routed(side)[0])
+        return pack(self.shell.epilogue(hidden, arguments, self.owned(), self.training), side)
 
 
 class Head(PipelineLayer):
     """Hidden [batch, length, width] to logits [batch, length, vocabulary], with the model's capping or scaling."""
 
     def forward(self, inputs):
-        hidden, side = unpack(inputs)
-        return self.shell.head(hidden, side_arguments(side), self.only(), self.training)
+        return self.finish(inputs, self.only())
 
 
 class _Counted:
@@ -133,12 +154,12 @@ class TiedSpec(_Counted, TiedLayerSpec):
     """A TiedLayerSpec of a `PipelineLayer`."""
 
 
-def layers_of(model_or_source, *, dtype=None, gguf_file=None, seed=None) -> list:
+def layers_of(model_or_source, *, dtype=None, gguf_file=None, seed=None, loss_chunk_tokens=None) -> list:
     """A causal LM as a list of `LayerSpec` and `TiedLayerSpec`; a rank that builds some reads only their weights.
 
     Args:
         model_or_source: a PreTrainedModel, a PretrainedConfig (random weights), a directory, or an open source.
-        dtype, gguf_file, seed: see `pipeline_module`.
+        dtype, gguf_file, seed, loss_chunk_tokens: see `pipeline_module`.
 
     Returns:
         [Embedding, (Prologue), DecoderLayer * n, Epilogue, Head]. With tied weights, embedding and head are
@@ -153,6 +174,9 @@ def layers_of(model_or_source, *, dtype=None, gguf_file=None, seed=None) -> list
     shell = Shell(without_weights(source.template))
     structure, units = shell.structure, shell.units
     source.check(units)
+    if loss_chunk_tokens is not None:
+        shell.check_chunks()
+        shell.loss_chunk_tokens = loss_chunk_tokens
 
     def spec(kind, *names, **extra):
         return Spec(kind, shell, source, names, **extra)

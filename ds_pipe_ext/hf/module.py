@@ -2,8 +2,11 @@
 
 from functools import cache
 
-from .batch import CausalLMLoss, prepare_batch
+from ds_pipe_ext.config import read_config
+
+from .batch import prepare_batch
 from .layers import DecoderLayer, layers_of
+from .loss import logits_of, loss_of
 from .sources import open_source
 
 
@@ -17,6 +20,7 @@ def pipeline_module(
     gguf_file=None,
     seed=None,
     loss_fn=None,
+    loss_chunk_tokens=None,
     **pipeline_module_kwargs,
 ):
     """Cut a causal LM into pipeline stages; each rank reads and holds the weights of its own layers only.
@@ -30,7 +34,11 @@ def pipeline_module(
         dtype: of the weights; by default the model's, or the configuration's.
         gguf_file: name of the GGUF file in the directory; needed if there are several or also a config.json.
         seed: of random initial weights; 1234 by default.
-        loss_fn: `loss_fn(logits, labels)`; by default the model's own loss.
+        loss_fn: `loss_fn(logits, labels)`; by default the model's own loss. Router losses are added to either if the
+            model's config.output_router_logits is set.
+        loss_chunk_tokens: make logits and loss of so many tokens at a time, and again in the backward, so that the logits
+            of a whole micro-batch are never in memory; also `pipeline.loss_chunk_tokens` in the JSON. The head's weight
+            gradient is then part of the input gradient's pass in schedules that split the backward.
         **pipeline_module_kwargs: further arguments of deepspeed.pipe.PipelineModule.
 
     Returns:
@@ -39,18 +47,36 @@ def pipeline_module(
     Raises:
         ValueError: the model cannot be cut, or weights are missing; the message says which and what to do.
     """
+    chunk = _chunk_tokens(loss_chunk_tokens, config, loss_fn)
     source = open_source(model_or_directory, dtype=dtype, gguf_file=gguf_file, seed=seed)
-    layers = layers_of(source)
-    if loss_fn is None:
-        shell = layers[0].module_args[0]
-        loss_fn = CausalLMLoss(shell.loss_function(), shell.vocab_size)
+    layers = layers_of(source, loss_chunk_tokens=chunk)
+    loss_fn = loss_of(layers[0].module_args[0], loss_fn)
     # Reentrant checkpointing around the embedding would lose its gradient: its inputs are integers.
     pipeline_module_kwargs.setdefault("checkpointable_layers", [DecoderLayer.__name__])
     module = _module_class()(
         layers, num_stages=num_stages, topology=topology, loss_fn=loss_fn, config=config, **pipeline_module_kwargs
     )
     source.release()
+    module.loss_chunk_tokens = chunk
     return module
+
+
+def _chunk_tokens(given, config, loss_fn):
+    """The option from argument and JSON."""
+    written = read_config(config if config is not None else {}).loss_chunk_tokens
+    if given is not None:
+        given = read_config({"pipeline": {"loss_chunk_tokens": given}}).loss_chunk_tokens
+        if written not in (None, given):
+            raise ValueError(
+                f"loss_chunk_tokens is {given}, but pipeline.loss_chunk_tokens in the JSON is {written}; give one of them."
+            )
+    chunk = written if given is None else given
+    if chunk is not None and loss_fn is not None:
+        raise ValueError(
+            f"loss_chunk_tokens is {chunk}, but a loss_fn is given, which needs the logits of the whole micro-batch; leave "
+            "one of them out."
+        )
+    return chunk
 
 
 @cache
@@ -61,5 +87,6 @@ def _module_class():
         """A PipelineModule over `layers_of` a causal LM."""
 
         prepare_batch = staticmethod(prepare_batch)
+        logits_of = staticmethod(logits_of)
 
     return CausalLMPipelineModule

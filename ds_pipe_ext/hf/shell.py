@@ -5,8 +5,10 @@ from functools import partial
 
 import torch
 from torch.utils._pytree import tree_map, tree_map_only
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from .structure import Structure, find_units, refusal, trace
+from .routers import routers_of
+from .structure import Structure, find_units, layer_result, refusal, trace
 
 CACHE_ENTRIES = 2  # one-forward-one-backward alternates between two micro-batches at most
 
@@ -33,12 +35,16 @@ class Shell:
         structure: what comes before and after the decoder layers.
         parameter_counts: trainable parameters of each unit.
         tensor_names: the tensors that a saved model has; filled in by `layers_of`, which knows of ties.
+        loss_chunk_tokens: see `pipeline_module`; filled in by `layers_of`.
+        routers: by decoder layer, the modules in it whose router logits its loss needs, see `routers_of`; empty unless
+            config.output_router_logits asks for router losses.
 
     Raises:
         ValueError: the model cannot be cut into layers, with the reason.
     """
 
     tensor_names = ()
+    loss_chunk_tokens = None
 
     def __init__(self, model):
         self.model = model
@@ -46,12 +52,17 @@ class Shell:
         self.dtype = model.get_submodule(self.units.embedding).weight.dtype
         self.parameter_counts = {name: self._count(name) for name in self.units.all}
         self._device = torch.device("cpu")
-        self._handlers = {}
+        self._handlers, self._routed = {}, []
         self._forwards = {}
         self._recorded = OrderedDict()
+        self.routers = routers_of(model, self.units.layers)
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False
+        for name, routers in zip(self.units.layers, self.routers):
+            for path, _ in routers:
+                # Its hook then collects what is passed in.
+                model.get_submodule(f"{name}.{path}").forward = _identity_function
         for name in self.units.all:
             module = model.get_submodule(name)
             self._forwards[name] = module.forward
@@ -138,6 +149,50 @@ class Shell:
 
         return self.run({self.units.head: real_head}, self._blank_embeds(hidden), side, training).logits
 
+    @property
+    def router_losses(self) -> bool:
+        """Whether the model adds something to its loss that depends on the layers' router logits."""
+        return any(self.routers)
+
+    def loss_term(self, hidden, side, routed, training):
+        """What the model's forward adds to its language modelling loss, a scalar.
+
+        Args:
+            hidden: [batch, length, width]; only its shape, dtype and device matter.
+            routed: the router logits of all layers in order.
+        """
+        expected = sum(map(len, self.routers))
+        if len(routed) != expected:
+            raise ValueError(f"The head got {len(routed)} tensors of router logits; the layers of this model make {expected}.")
+
+        def blank_head(hidden):
+            return hidden.new_zeros(*hidden.shape[:2], 1)
+
+        language_loss = self.model.loss_function
+        self.model.loss_function = _no_loss
+        self._routed = list(routed)
+        rewind = self._rng_rewind(hidden.device)
+        labels = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        try:
+            loss = self.run({self.units.head: blank_head}, self._blank_embeds(hidden), side, training, labels=labels,
+                            output_router_logits=True).loss
+        finally:
+            self.model.loss_function, self._routed = language_loss, []
+        rewind()
+        return loss
+
+    def check_chunks(self):
+        """Raises ValueError unless what follows the head treats every token for itself, and the loss can be summed."""
+        if self.loss_function() is not ForCausalLMLoss:
+            raise refusal(self.model, "loss_chunk_tokens needs transformers' ForCausalLMLoss; leave it out")
+        logits = torch.randn(1, 7, self.vocab_size, generator=torch.Generator().manual_seed(0), dtype=self.dtype)
+
+        def head(start, stop):
+            return self.head(logits[:, start:stop], {}, lambda hidden: hidden, True)
+
+        if not torch.equal(head(0, 7), torch.cat([head(0, 3), head(3, 7)], 1)):
+            raise refusal(self.model, "its logits depend on more than their own token, so loss_chunk_tokens must be left out")
+
     def loss_function(self):
         """The model's own loss, as a function (logits, labels, vocab_size=...).
 
@@ -153,7 +208,7 @@ class Shell:
             return torch.rand(*hidden.shape[:2], width, generator=generator, dtype=self.dtype)
 
         with torch.no_grad():
-            output = self.run({self.units.head: random_head}, self._blank_embeds(embeds), {"labels": labels})
+            output = self.run({self.units.head: random_head}, self._blank_embeds(embeds), {}, labels=labels)
             expected = self.model.loss_function(output.logits, labels, vocab_size=self.vocab_size)
         if not torch.equal(output.loss, expected):
             raise refusal(self.model, "its forward computes another loss than its loss_function; pass loss_fn=")
@@ -165,15 +220,23 @@ class Shell:
 
     # Mechanics.
 
-    def run(self, handlers, embeds, side, training=True):
-        """Run the model's forward with `handlers` behind the stubs; a captured value, or the model's output."""
+    def run(self, handlers, embeds, side, training=True, **arguments):
+        """Run the model's forward with `handlers` behind the stubs; a captured value, or the model's output.
+
+        Args:
+            side: masks and positions as they travel.
+            arguments: further keyword arguments of the model's forward.
+        """
         self._move(embeds.device)
         if self.model.training != training:
             self.model.train(training)
         self._handlers = handlers
-        side = {name: _as_model_input(tensor) for name, tensor in side.items()}
+        arguments |= {name: _as_model_input(tensor) for name, tensor in side.items()}
+        if self.router_losses:
+            # Their sum over the layers is not there in a pass that has not all layers' logits.
+            arguments.setdefault("output_router_logits", False)
         try:
-            return self.model(inputs_embeds=embeds, use_cache=False, return_dict=True, **side)
+            return self.model(inputs_embeds=embeds, use_cache=False, return_dict=True, **arguments)
         except _Captured as captured:
             return captured.value
         finally:
@@ -183,6 +246,9 @@ class Shell:
         if name in self._handlers:
             return self._handlers[name](*args, **kwargs)
         if name in self.units.layers:
+            if self._routed:
+                for path, _ in self.routers[self.units.layers.index(name)]:
+                    self.model.get_submodule(f"{name}.{path}")(self._routed.pop(0))
             key = self.structure.hidden_argument
             return self._layer_output(args[key] if isinstance(key, int) else kwargs[key])
         return self.shape_only(name, args, kwargs)
@@ -209,7 +275,7 @@ class Shell:
         return floats[0] if floats else self.dtype
 
     def _layer_output(self, hidden):
-        return (hidden,) if self.structure.returns_tuple else hidden
+        return layer_result(hidden, self.structure.returned_values)
 
     def _blank_embeds(self, hidden):
         self.dtype = hidden.dtype
@@ -234,6 +300,15 @@ class Shell:
         argument = () if device.type == "cpu" else (device,)
         state = module.get_rng_state(*argument)
         return lambda: module.set_rng_state(state, *argument)
+
+
+def _identity_function(value):
+    return value
+
+
+def _no_loss(logits, *_, **__):
+    """Takes the place of the language modelling loss; fp32 like it."""
+    return logits.new_zeros((), dtype=torch.float32)
 
 
 def _as_model_input(tensor):

@@ -249,8 +249,10 @@ def _empty_model(config, dtype):
             f"transformers has no causal language model for {type(config).__name__} (model_type "
             f"{config.model_type!r}); pass the model itself."
         )
-    config = copy.deepcopy(config)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # As AutoModelForCausalLM does: of a composite configuration the text model alone may be the causal LM.
+    text = config.sub_configs.get("text_config")
+    config = copy.deepcopy(config.get_text_config() if text is not None and kind.config_class is text else config)
     config.dtype = dtype
     with ExitStack() as stack:
         for context in kind.get_init_context(dtype, False, False, None):

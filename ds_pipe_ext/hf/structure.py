@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_leaves
 class Units:
     """The modules that own every weight of a model, by their names in it.
 
-    `layers` are the decoder layers in order; `others` are the largest modules with weights that contain no decoder
-    layer (embedding, positions, projections, final norm, head), in the order of the module tree.
+    `layers` are the decoder layers in order; `others` are the largest modules with weights that contain neither a
+    decoder layer nor another one's input embedding or head (embedding, positions, projections, final norm, head), in the
+    order of the module tree.
     """
 
     embedding: str
@@ -34,7 +35,7 @@ class Structure:
         epilogue: modules used between the last decoder layer and the head.
         has_prologue: whether anything happens between the embedding and the first layer, weights or not.
         hidden_argument: position (int) or keyword (str) under which a decoder layer receives the hidden states.
-        returns_tuple: whether the model's forward expects a tuple from a decoder layer.
+        returned_values: length of the tuple that the model's forward expects from a decoder layer; 0 for a bare tensor.
         draws_random: whether the model's own forward, layers excluded, draws random numbers in training mode.
     """
 
@@ -43,7 +44,7 @@ class Structure:
     epilogue: tuple[str, ...]
     has_prologue: bool
     hidden_argument: int | str
-    returns_tuple: bool
+    returned_values: int
     draws_random: bool
 
 
@@ -72,8 +73,6 @@ def _check_kind(model) -> None:
         raise refusal(model, f"its loss is {loss_type}, not ForCausalLM")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         raise refusal(model, "its attention is not causal")
-    if getattr(config, "output_router_logits", False):
-        raise refusal(model, "config.output_router_logits adds a loss over all layers; set it to False")
     if getattr(config, "layerdrop", 0):
         raise refusal(model, "config.layerdrop skips layers at random; set it to 0")
 
@@ -87,29 +86,33 @@ def find_units(model) -> Units:
     """
     _check_kind(model)
     modules = dict(model.named_modules())
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    config = model.config.get_text_config()
+    # Some count two sublayers as two hidden layers.
+    depths = {getattr(config, "num_hidden_layers", None), getattr(config, "num_layers", None)} - {None}
     lists = [
         name
         for name, module in modules.items()
-        if isinstance(module, nn.ModuleList) and len(module) == depth and all(_has_weights(child) for child in module)
+        if isinstance(module, nn.ModuleList) and len(module) in depths and all(_has_weights(child) for child in module)
     ]
     lists = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
     if len(lists) != 1:
+        depths = " or ".join(map(str, sorted(depths)))
         raise refusal(
-            model, f"expected one list of {depth} decoder layers (config.num_hidden_layers), found {lists or 'none'}"
+            model, f"expected one list of {depths} decoder layers (config.num_hidden_layers), found {lists or 'none'}"
         )
     (layer_list,) = lists
+    depth = len(modules[layer_list])
     for name, module in modules.items():
         if name.startswith(layer_list + ".") and getattr(module, "is_causal", True) is False:
             raise refusal(model, f"{name} ({type(module).__name__}) attends to later tokens (is_causal is False)")
 
     layers = tuple(f"{layer_list}.{index}" for index in range(depth))
-    others = tuple(_units_around(model, layer_list))
+    names = {id(module): name for name, module in modules.items()}
+    embedding, head = names.get(id(model.get_input_embeddings())), names.get(id(model.get_output_embeddings()))
+    others = tuple(_units_around(model, [name for name in (layer_list, embedding, head) if name]))
     loose = [key for key in model.state_dict() if not any(key.startswith(unit + ".") for unit in layers + others)]
     if loose:
         raise refusal(model, f"it holds tensors outside its submodules: {loose}")
-    names = {id(module): name for name, module in modules.items()}
-    embedding, head = names.get(id(model.get_input_embeddings())), names.get(id(model.get_output_embeddings()))
     for role, name in (("input embedding", embedding), ("head", head)):
         if name not in others:
             raise refusal(model, f"its {role} is not a module of its own ({name})")
@@ -121,12 +124,13 @@ def _has_weights(module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _units_around(module, layer_list, prefix=""):
+def _units_around(module, kept_apart, prefix=""):
+    """The largest modules with weights that contain none of `kept_apart`: layer list, embedding, head."""
     for name, child in module.named_children():
         path = prefix + name
-        if layer_list.startswith(path + "."):
-            yield from _units_around(child, layer_list, path + ".")
-        elif path != layer_list and _has_weights(child):
+        if any(apart.startswith(path + ".") for apart in kept_apart):
+            yield from _units_around(child, kept_apart, path + ".")
+        elif path != kept_apart[0] and _has_weights(child):
             yield path
 
 
@@ -147,26 +151,31 @@ def trace(shell) -> Structure:
             hidden states (other tensors that depend on weights or activations, caches, containers to fill), weights
             that the forward does not use, or uses on both sides of the layers.
     """
-    first_error = None
-    for returns_tuple in (False, True):
+    failures = []
+    for returned_values in range(4):
+        calls = []
         try:
-            return _trace(shell, returns_tuple)
+            return _trace(shell, returned_values, calls)
         except UnsupportedModelError as error:
-            # What a forward makes of a tensor where it expects a tuple is not worth reporting, unless both fail.
-            first_error = first_error or error
+            failures.append((len(calls), error))
         except Exception as error:
-            first_error = first_error or refusal(
-                shell.model,
-                f"its forward fails when its layers are replaced by stubs ({type(error).__name__}: {error})",
-            )
-    raise first_error
+            reason = f"its forward fails when its layers are replaced by stubs ({type(error).__name__}: {error})"
+            failures.append((len(calls), refusal(shell.model, reason)))
+    # What a forward makes of a result of the wrong kind is not worth reporting: the attempt that got furthest tells most.
+    raise max(reversed(failures), key=lambda failure: failure[0])[1]
 
 
-def _trace(shell, returns_tuple) -> Structure:
+def layer_result(hidden, values, rest=None):
+    """What a decoder layer returns: `hidden`, or a tuple of `values` entries whose others (attention weights) are `rest`."""
+    return (hidden, *[rest] * (values - 1)) if values else hidden
+
+
+def _trace(shell, returned_values, calls) -> Structure:
     model, units = shell.model, shell.units
-    calls, hidden_keys, returned = [], [], []
+    hidden_keys, returned, by_the_way = [], [], object()
     batch, length, width = 2, 4, model.get_submodule(units.embedding).weight.shape[-1]
-    embeds = torch.zeros(batch, length, width, dtype=shell.dtype, requires_grad=True)
+    # No leaf, because some models scale their embeddings in place.
+    embeds = torch.zeros(batch, length, width, dtype=shell.dtype, requires_grad=True).clone()
 
     def layer_stub(name):
         def stub(*args, **kwargs):
@@ -178,12 +187,16 @@ def _trace(shell, returns_tuple) -> Structure:
             if returned and hidden is not returned[-1]:
                 raise refusal(model, f"{name} does not receive exactly what the layer before it returned")
             rest = list(args[1:]) + [value for keyword, value in kwargs.items() if keyword != key]
+            if any(value is by_the_way for value in tree_leaves(rest)):
+                raise refusal(model, f"{name} receives more than hidden states from the layer before it")
+            if "input_ids" in kwargs:
+                raise refusal(model, f"{name} receives the token ids besides its hidden states")
             _check_side_arguments(model, name, rest)
             hidden_keys.append(key)
             returned.append(torch.zeros(hidden.shape, dtype=hidden.dtype, requires_grad=True))
             if len(returned) == 1:
                 returned.insert(0, hidden)
-            return (returned[-1],) if returns_tuple else returned[-1]
+            return layer_result(returned[-1], returned_values, by_the_way)
 
         return stub
 
@@ -228,9 +241,9 @@ def _trace(shell, returns_tuple) -> Structure:
         units=units,
         prologue=tuple(dict.fromkeys(before)),
         epilogue=tuple(name for name in dict.fromkeys(after) if name != units.head),
-        has_prologue=returned[0] is not embeds,
+        has_prologue=returned[0] is not embeds or embeds._version > 0,
         hidden_argument=hidden_keys[0],
-        returns_tuple=returns_tuple,
+        returned_values=returned_values,
         draws_random=drawn,
     )
 

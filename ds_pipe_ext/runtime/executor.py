@@ -150,10 +150,13 @@ class InstructionExecutor(PipelineEngine):
     def _compute_loss_of(self, instr, state):
         labels = self._own_labels(self._batches.pop(instr.mb)[1])
         outputs, state.outputs = state.outputs, None
+        logits_of = getattr(self.module, "logits_of", lambda value: value)
         if self._evaluating and self.eval_return_logits:
-            self._logits.append(outputs)
+            self._logits.append(logits_of(outputs))
         if self._compute_loss and self.module.loss_fn is not None:
             outputs = self.module.loss_fn(outputs, labels)
+        else:
+            outputs = logits_of(outputs)
         self.fwd_outputs.append(outputs.detach() if torch.is_tensor(outputs) else [x.detach() for x in outputs])
         if self._evaluating:
             return

@@ -65,6 +65,11 @@ def check_module(pipe_config: PipeConfig, model) -> None:
                          "DualPipeV only; use ds_pipe_ext.PipelineModule or remove pipeline.schedule")
     if pipe_config.stages not in (None, "auto") and pipe_config.stages != model.num_stages:
         raise ValueError(f"pipeline.stages is {pipe_config.stages}, but the module was built with {model.num_stages} stages")
+    chunk = getattr(model, "loss_chunk_tokens", None)
+    if pipe_config.loss_chunk_tokens not in (None, chunk):
+        raise ValueError(f"pipeline.loss_chunk_tokens is {pipe_config.loss_chunk_tokens}, but the module was built "
+                         f"{f'with {chunk}' if chunk else 'without it'}; give the same configuration to "
+                         "ds_pipe_ext.hf.pipeline_module (other modules make their own logits: remove the key)")
     wanted = pipe_config.partition
     if wanted is not None and not isinstance(model, PipelineModule) and pipe_config.boundaries != list(model.parts):
         raise ValueError(f"pipeline.partition is {wanted}, but the module was already split as {list(model.parts)} by "
