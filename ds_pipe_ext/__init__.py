@@ -11,6 +11,7 @@ _LAZY = {
     "initialize": "ds_pipe_ext.runtime.launch",
     "install": "ds_pipe_ext.runtime.launch",
     "uninstall": "ds_pipe_ext.runtime.launch",
+    "DataEnded": "ds_pipe_ext.runtime.data",
     "PipelineModule": "ds_pipe_ext.runtime.module",
 }
 __all__ = [*_LAZY, "__version__"]

@@ -1,4 +1,6 @@
-"""``ds-pipe``: look at schedules, check a configuration, examine the machine. Imports neither torch nor deepspeed."""
+"""``ds-pipe``: look at schedules, check a configuration, convert a checkpoint, examine the machine.
+
+Imports neither torch nor deepspeed, but to convert."""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from . import doctor
+from . import doctor, training
 from .config import PipeConfig, count_microbatches, load, read_config
+from .features import check_features
 from .plan import Plan, PlanError, Simulation, draw, simulate
 from .plan.simulate import as_costs
 from .registry import schedules
@@ -51,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--ranks", type=int, required=True, help="number of processes in all")
     check.add_argument("--stages", type=int, help="what the script gives to the module as num_stages")
     check.set_defaults(run=_check)
+
+    convert = commands.add_parser("convert", help="make a universal checkpoint, which ZeRO 1 and bf16 load into any split")
+    convert.add_argument("directory", help="what was given to save_checkpoint")
+    convert.add_argument("--tag", help="default: what the file `latest` says")
+    convert.add_argument("--workers", type=int, default=1, metavar="N", help="processes that read and merge (default 1)")
+    convert.set_defaults(run=_convert)
 
     examine = commands.add_parser("doctor", help="look at versions, accelerator, build locks, cores, ports")
     examine.add_argument("--ranks", type=int, default=1, help="processes that will run on this machine")
@@ -108,17 +117,14 @@ def _check(args: argparse.Namespace) -> int:
     problems = []
     try:
         source = load(args.config)
-        zero = source.get("zero_optimization", {})
-        zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
-        if zero_stage in (2, 3):
-            problems.append(f"zero_optimization.stage is {zero_stage}: a pipeline accumulates gradients over "
-                            "micro-batches, which ZeRO 2 and 3 cannot; allowed: 0, 1")
+        problems.extend(training.problems(source))
         config = read_config(source)
         result["partition"] = str(config.partition or "parameters")
         result["pipeline ranks"] = stages = config.resolve_stages(args.stages, args.ranks)
         result["data-parallel replicas"] = replicas = args.ranks // stages
         result["micro-batches a step"] = microbatches = count_microbatches(source, replicas)
         if config.active:
+            check_features(source)
             result |= _describe(config, config.plan(stages, microbatches))
         else:
             result["schedule"] = "none: DeepSpeed's own engine runs"
@@ -136,6 +142,17 @@ def _describe(config: PipeConfig, plan: Plan) -> dict[str, Any]:
     return {"schedule": config.schedule.name, "schedule options": config.schedule.options or "none",
             "stages": plan.n_stages, "idle share at F = I = W": f"{summary['bubble_ratio']:.1%}",
             "micro-batches held by each stage": summary["held"]}
+
+
+def _convert(args: argparse.Namespace) -> int:
+    if args.workers < 1:
+        raise ValueError(f"--workers must be at least 1, got {args.workers}")
+    # torch and DeepSpeed are loaded by this command only.
+    from .runtime.universal import convert
+
+    target = convert(args.directory, args.tag, args.workers)
+    print(f'{target}: load it with "checkpoint": {{"load_universal": true}} in the DeepSpeed JSON')
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ _ALLOWED = {
     "p2p_groups": "1 or 2",
     "p2p_transport": "\"auto\" (shared memory if all ranks of the pipeline run on the CPUs of one host) or \"process_group\"",
     "check_samples": "true or false",
+    "loss_weighting": "\"micro_batch\" (the mean of the micro-batches' losses) or \"token\" (the mean over all targets)",
     "loss_chunk_tokens": "an int of at least 1, or null for the logits of the whole micro-batch at once",
     "watchdog_seconds": "a number of at least 0 (0: never)",
     "pipe_partitioned": "true or false",
@@ -59,6 +60,9 @@ class PipeConfig(BaseModel):
         p2p_groups: process groups for transfers: 2 (one per direction) or 1.
         p2p_transport: "auto": shared memory where all ranks of a pipeline run on the CPUs of one host; "process_group".
         check_samples: compare what the first and the last stage read in the first steps.
+        loss_weighting: "micro_batch": the loss of a step is the mean of its micro-batches' losses, as in DeepSpeed; "token":
+            each is weighted by its number of targets, so that the loss is their mean over all replicas.
+        loss_chunk_tokens: tokens whose logits and loss are made at a time (Hugging Face modules), or None for all at once.
         watchdog_seconds: time in one operation after which every rank prints what it does; 0 for never.
         loss_chunk_tokens: tokens whose logits and loss are made at a time (Hugging Face modules), or None for all at once.
         pipe_partitioned, grad_partitioned, seed_layers, activation_checkpoint_interval, use_reentrant: DeepSpeed's own.
@@ -71,6 +75,8 @@ class PipeConfig(BaseModel):
     p2p_groups: Literal[1, 2] = 2
     p2p_transport: Literal["auto", "process_group"] = "auto"
     check_samples: StrictBool = True
+    loss_weighting: Literal["micro_batch", "token"] = "micro_batch"
+    loss_chunk_tokens: StrictInt | None = Field(None, ge=1)
     watchdog_seconds: StrictInt | StrictFloat = Field(120, ge=0, allow_inf_nan=False)
     loss_chunk_tokens: StrictInt | None = Field(None, ge=1)
     pipe_partitioned: StrictBool = True
@@ -132,6 +138,16 @@ class PipeConfig(BaseModel):
             if parts != self.stages and (not self.active or parts % self.stages):
                 raise ValueError(f"pipeline.partition has {parts + 1} boundaries, which make {parts} stages, but "
                                  f"pipeline.stages is {self.stages}; write {self.stages + 1} boundaries")
+        return self
+
+    @model_validator(mode="after")
+    def _changes_nothing_in_silence(self):
+        if self.loss_weighting != "micro_batch" and not self.active:
+            raise ValueError(f"pipeline.loss_weighting is \"{self.loss_weighting}\", but there is no pipeline.schedule: "
+                             "DeepSpeed's own engine knows only the mean over micro-batches; choose a schedule, such as 1f1b")
+        if self.loss_chunk_tokens is not None and not self.active:
+            raise ValueError(f"pipeline.loss_chunk_tokens is {self.loss_chunk_tokens}, but there is no pipeline.schedule, without "
+                             "which it would do nothing; choose a schedule, such as 1f1b")
         return self
 
     @property

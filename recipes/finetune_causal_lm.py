@@ -23,6 +23,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import set_random_seed
 from deepspeed.utils import logger
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -47,12 +48,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--eval-micro-batches", type=int, default=16, metavar="N", help="held-out ones, of each replica")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetuned"), metavar="DIR")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the data")
+    parser.add_argument("--save-every", type=int, metavar="STEPS", help="write a checkpoint to OUTPUT/checkpoints so often")
+    parser.add_argument("--resume", action="store_true",
+                        help="go on after the last checkpoint, if there is one: the same command may be started again")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the data and of dropout")
     parser.add_argument("--verbose", action="store_true", help="also show what DeepSpeed logs")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
     args = deepspeed.add_config_arguments(parser).parse_args()
-    for name, least in (("sequence_length", 2), ("steps", 1), ("eval_micro_batches", 1)):
-        if getattr(args, name) < least:
+    for name, least in (("sequence_length", 2), ("steps", 1), ("eval_micro_batches", 1), ("save_every", 1)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {least}")
     if args.deepspeed_config is None:
         raise ValueError("give --deepspeed --deepspeed_config FILE, such as configs/zb_h1.json")
@@ -91,14 +95,15 @@ def evaluate(engine, batches) -> float:
     return engine.eval_batch(iter(batches), num_micro_batches=len(batches)).mean().item()
 
 
-def train(engine, batches, steps: int) -> list[float]:
-    """Runs the steps and returns their losses."""
-    losses, bar = [], report.Bar(steps)
-    for _ in range(steps):
-        losses.append(engine.train_batch(data_iter=batches).mean().item())
-        bar.update(losses[-1], engine.last_step)
+def train(engine, batches, steps: int, checkpoints: Path, save_every: int | None) -> None:
+    """Runs the steps that are left, with a checkpoint after every ``save_every`` of them, each in the last one's place."""
+    bar = report.Bar(steps, engine.global_steps)
+    while engine.global_steps < steps:
+        loss = engine.train_batch(data_iter=batches).mean().item()
+        bar.update(loss, engine.last_step)
+        if save_every and engine.global_steps % save_every == 0:
+            engine.save_checkpoint(checkpoints, tag="last")
     bar.close()
-    return losses
 
 
 def check_saved(directory: Path, batches, expected: float, tolerance: float) -> float:
@@ -160,6 +165,8 @@ def main() -> None:
         engine, tokenizer, rows, held = prepare(args)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    # After the model is made, whose random numbers depend on which layers a rank builds.
+    set_random_seed(args.seed + engine.global_rank)
     replica, replicas = engine.grid.get_data_parallel_id(), engine.dp_world_size
     size, count = engine.train_micro_batch_size_per_gpu(), args.eval_micro_batches
     held_out = text.fixed(held, size, count, replica, replicas)
@@ -168,10 +175,18 @@ def main() -> None:
     say(f"{engine.num_stages} pipeline ranks x {replicas} replicas on {get_accelerator().device_name()}, boundaries "
         f"{list(engine.module.parts)}, {engine.micro_batches} micro-batches of {size} x {args.sequence_length} tokens")
     say(f"set up in {time.perf_counter() - started:.0f} s; {len(rows)} training and {len(held)} held-out sequences")
+    checkpoints = args.output / "checkpoints"
+    if args.resume:
+        try:
+            found, _ = engine.load_checkpoint(checkpoints)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        say(f"resumed after step {engine.global_steps}" if found else f"nothing to resume in {checkpoints}")
 
     before = evaluate(engine, held_out)
     say(f"held-out perplexity before: {perplexity(before):.2f}")
-    train(engine, text.endless(rows, size, replica, replicas, args.seed), args.steps)
+    batches = text.endless(rows, size, replica, replicas, args.seed, engine.consumed_micro_batches)
+    train(engine, batches, args.steps, checkpoints, args.save_every)
     after = evaluate(engine, held_out)
     say(f"held-out perplexity after:  {perplexity(after):.2f}")
     hf.save_pretrained(engine, args.output, tokenizer)

@@ -65,10 +65,11 @@ class Bar:
 
     Args:
         steps: how many there will be.
+        done: how many of them an earlier run did.
     """
 
-    def __init__(self, steps: int):
-        self._bar = tqdm(total=steps, desc="train", unit="step", dynamic_ncols=True, disable=dist.get_rank() != 0,
+    def __init__(self, steps: int, done: int = 0):
+        self._bar = tqdm(total=steps, initial=done, desc="train", unit="step", dynamic_ncols=True, disable=dist.get_rank() != 0,
                          bar_format="{desc} {n_fmt}/{total_fmt} |{bar:12}| {elapsed}<{remaining}{postfix}")
 
     def update(self, loss: float, step: dict) -> None:

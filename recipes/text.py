@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,20 +87,21 @@ def pack(tokenizer, texts: Sequence[str], length: int, at_least: int, what: str)
     return torch.tensor(ids[:rows * length]).view(rows, length)
 
 
-def endless(rows: torch.Tensor, size: int, replica: int, replicas: int, seed: int) -> Iterator[tuple]:
-    """Micro-batches (input_ids, labels) of shuffled rows, epoch after epoch.
+def endless(rows: torch.Tensor, size: int, replica: int, replicas: int, seed: int, start: int = 0) -> Iterator[tuple]:
+    """Micro-batches (input_ids, labels) of shuffled rows, epoch after epoch, from number ``start`` on.
 
     The order depends on ``seed`` and the epoch only, so all stages of a replica draw the same rows; replicas draw
     disjoint ones.
     """
     sampler = DistributedSampler(rows, num_replicas=replicas, rank=replica, seed=seed, drop_last=True)
-    loader = DataLoader(rows, batch_size=size, sampler=sampler, drop_last=True)
-    epoch = 0
+    # Its own generator: an iterator draws a seed for its workers, which would move torch's in a resumed run once more.
+    loader = DataLoader(rows, batch_size=size, sampler=sampler, drop_last=True, generator=torch.Generator())
+    epoch, start = divmod(start, len(loader))
     while True:
         sampler.set_epoch(epoch)
-        for batch in loader:
+        for batch in itertools.islice(loader, start, None):
             yield batch, batch
-        epoch += 1
+        epoch, start = epoch + 1, 0
 
 
 def fixed(rows: torch.Tensor, size: int, count: int, replica: int = 0, replicas: int = 1) -> list[tuple]:

@@ -18,10 +18,11 @@ SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 
 
 def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None, stages=None, boundaries=None, module=None,
-           pipeline=None, **config):
+           pipeline=None, arguments=None, **config):
     """An engine over a test model; ``schedule`` None means upstream's own.
 
-    ``kind`` is what :func:`models.layers` takes, or its result; ``module`` are further arguments of the module.
+    ``kind`` is what :func:`models.layers` takes, or its result; ``module`` are further arguments of the module,
+    ``arguments`` a function of the module that gives those of ``initialize``.
     """
     gc.collect()
     if all(known() is None or known().__dict__.get("over") for known in _live):
@@ -46,8 +47,11 @@ def engine(kind, count, world, schedule, m, dtype=torch.float32, optimizer=None,
         module = {"num_stages": stages or world, **module}
     module = ds_pipe_ext.PipelineModule(specs, loss_fn=loss_fn, config=whole,
                                         partition_method=None if boundaries else "uniform", **module)
-    made, *_ = ds_pipe_ext.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad],
-                                      config=whole)
+    given = {"model_parameters": [p for p in module.parameters() if p.requires_grad]}
+    given.update(arguments(module) if arguments else {})
+    if "optimizer" in given:
+        del whole["optimizer"]
+    made, *_ = ds_pipe_ext.initialize(model=module, config=whole, **given)
     _live.append(weakref.ref(made))
     destroy = made.destroy
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import torch
 from models import Block, batch
@@ -35,7 +36,7 @@ def _act(how: str):
         os._exit(7)
     if how == "sys.exit":
         sys.exit(3)
-    raise {"raise": ValueError(BOOM), "stop": StopIteration(), "memory": MemoryError(BOOM), "interrupt": KeyboardInterrupt(BOOM),
+    raise {"raise": ValueError(BOOM), "memory": MemoryError(BOOM), "interrupt": KeyboardInterrupt(BOOM),
            "oom": torch.OutOfMemoryError(f"CUDA out of memory: {BOOM}"),
            "gloo": RuntimeError(f"{BOOM}, not a transfer"), "socket": ConnectionResetError(f"{BOOM}: bucket unreachable")}[how]
 
@@ -67,6 +68,10 @@ class FaultyBlock(Block):
     def __init__(self, index: int):
         super().__init__(index)
         self.linear.weight.register_post_accumulate_grad_hook(lambda p: trigger("weight_grad"))
+
+    def state_dict(self, *args, **kwargs):
+        trigger("save")
+        return super().state_dict(*args, **kwargs)
 
     def forward(self, x):
         trigger("forward")
@@ -132,6 +137,9 @@ def train(rank, world, case, steps=4):
             elif case.get("other_count") and rank == case["rank"] and step == case["step"]:
                 made.set_train_batch_size(2 * 2 * MICRO_BATCHES)
             made.train_batch(data)
+            if case["place"] == "save" and step == case["step"]:
+                # Beside the log, in the run's own folder.
+                made.save_checkpoint(Path(os.readlink("/proc/self/fd/1")).parent / "checkpoints")
     except BaseException:
         if all(map(torch.equal, before, made.module.parameters())):
             print("WEIGHTS KEPT", flush=True)

@@ -41,6 +41,7 @@ FAMILIES = {
     "olmoe": ("OlmoeConfig", dict(head_dim=4, num_experts=4, num_experts_per_tok=2)),
     "opt-projected": ("OPTConfig", dict(ffn_dim=24, dropout=0.0, word_embed_proj_dim=8, do_layer_norm_before=False)),
 }
+ROUTERS = dict(output_router_logits=True, router_aux_loss_coef=0.5)
 MOE = ["gpt_oss", "mixtral", "qwen3_moe", "olmoe"]
 # A head with a bias cannot be tied.
 SPLIT = [(family, tied) for family in FAMILIES for tied in (True, False) if (family, tied) != ("phi", True)]

@@ -88,7 +88,7 @@ class Reference:
 
     def __init__(self, kind, count: int = 0, dtype=torch.float64, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)):
         """``kind``: what :func:`layers` takes, or its result."""
-        from deepspeed.pipe import TiedLayerSpec
+        from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
         specs, self.loss_fn = layers(kind, count, dtype) if isinstance(kind, str) else kind
         self.tied: dict = {}
@@ -100,11 +100,12 @@ class Reference:
                 self.layers.append(module if spec.forward_fn is None else
                                    (lambda x, m=module, f=spec.forward_fn: f(m, x)))
             else:
-                self.layers.append(spec.build())
+                self.layers.append(spec.build() if isinstance(spec, LayerSpec) else spec)
         self.optimizer = optimizer(self.parameters())
 
     def parameters(self):
-        unique = {id(p): p for layer in self.layers if isinstance(layer, nn.Module) for p in layer.parameters()}
+        modules = [*self.tied.values(), *(layer for layer in self.layers if isinstance(layer, nn.Module))]
+        unique = {id(p): p for module in modules for p in module.parameters()}
         return list(unique.values())
 
     def loss(self, inputs, labels):
@@ -125,13 +126,11 @@ class Reference:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters by layer name, as :func:`stage_state` names them."""
-        result = {}
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, nn.Module):
-                tied = [key for key, module in self.tied.items() if module is layer]
-                prefix = f"tied.{tied[0]}" if tied else str(index)
-                result.update({f"{prefix}.{name}": p.detach().clone() for name, p in layer.named_parameters()})
-        return result
+        modules = {f"tied.{key}": module for key, module in self.tied.items()}
+        modules.update({str(index): layer for index, layer in enumerate(self.layers)
+                        if isinstance(layer, nn.Module) and layer not in self.tied.values()})
+        return {f"{prefix}.{name}": p.detach().clone() for prefix, module in modules.items()
+                for name, p in module.named_parameters()}
 
 
 def stage_state(module) -> dict[str, torch.Tensor]:

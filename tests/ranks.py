@@ -38,9 +38,14 @@ def drop_groups() -> None:
     import gc
 
     import torch.distributed as dist
+    from deepspeed.runtime.pipe.engine import PipelineEngine
     from deepspeed.utils import groups
     from torch.distributed import distributed_c10d
 
+    for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), PipelineEngine)]:
+        # Hooks on the outputs that upstream's engine keeps hold the engine, and with it its groups and their threads.
+        for name in ("pipe_buffers", "fwd_outputs", "loss", "total_loss", "agg_train_loss"):
+            engine.__dict__.pop(name, None)
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

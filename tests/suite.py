@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import ranks
 
-_MODULES = ("cases_numbers", "cases_optimizers", "cases_boundaries", "cases_shapes", "cases_modes", "cases_plans",
-            "cases_transport")
+_MODULES = ("cases_numbers", "cases_optimizers", "cases_precision", "cases_groups", "cases_boundaries", "cases_shapes",
+            "cases_modes", "cases_plans", "cases_transport", "cases_data", "cases_stress", "cases_checkpoints",
+            "cases_megatron", "cases_neox", "cases_features")
 _CASES: dict[int, dict[str, Callable]] = {}
 #: for work on one case: a comma-separated list of names
 _ONLY = os.environ.get("ENGINE_CASES", "")
@@ -58,7 +59,7 @@ def _run_all(rank: int, world: int, only: str) -> dict:
 @functools.cache
 def _results(world: int) -> list[dict] | ranks.RanksFailed:
     try:
-        return ranks.run(_run_all, world, _ONLY, limit=float(os.environ.get("ENGINE_LIMIT", 300)))
+        return ranks.run(_run_all, world, _ONLY, limit=float(os.environ.get("ENGINE_LIMIT", 1200)))
     except ranks.RanksFailed as error:
         # Kept: every test would run all cases again, only to see the same.
         return error

@@ -302,3 +302,23 @@ def test_as_a_program():
     assert done.returncode == 0 and json.loads(done.stdout)["makespan"] == 15
     done = subprocess.run([*command, "show", "x", *SHAPE], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_converted_is_named(tmp_path, capsys):
+    import torch
+
+    def error(*arguments):
+        assert main(["convert", *map(str, arguments)]) == 2
+        return capsys.readouterr().err
+
+    assert "there is no file" in error(tmp_path) and "give --tag" in error(tmp_path)
+    assert f"there is no checkpoint {tmp_path}/step" in error(tmp_path, "--tag", "step")
+    (tmp_path / "step").mkdir()
+    (tmp_path / "latest").write_text("step")
+    assert "--workers must be at least 1, got 0" in error(tmp_path, "--workers", 0)
+    assert "no optimizer files of ZeRO" in error(tmp_path) and "any split as it is" in error(tmp_path)
+    for state, found in (({0: {"momentum_buffer": torch.zeros(2)}}, "momentum_buffer"), ({}, "no state yet")):
+        torch.save({"optimizer_state_dict": {"base_optimizer_state": {"state": state}}},
+                   tmp_path / "step" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        assert found in error(tmp_path) and "Adam's exp_avg" in error(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step"]

@@ -19,14 +19,16 @@ def test_defaults(source):
     assert not config.active
     assert config.model_dump() == {
         "stages": "auto", "schedule": None, "partition": None, "p2p_groups": 2, "p2p_transport": "auto",
-        "check_samples": True, "watchdog_seconds": 120,
+        "check_samples": True, "loss_weighting": "micro_batch", "loss_chunk_tokens": None,
+        "watchdog_seconds": 120,
         "pipe_partitioned": True, "grad_partitioned": True, "seed_layers": False, "activation_checkpoint_interval": 0,
         "use_reentrant": True}
 
 
 def test_everything_given():
     config = read(stages=3, schedule={"name": "zb-h1"}, partition=[0, 3, 8, 10], p2p_groups=1, pipe_partitioned=False,
-                  p2p_transport="process_group", watchdog_seconds=2.5, check_samples=False, grad_partitioned=False, seed_layers=True, activation_checkpoint_interval=2, use_reentrant=False)
+                  p2p_transport="process_group", watchdog_seconds=2.5, check_samples=False, loss_weighting="token", loss_chunk_tokens=8,
+                  grad_partitioned=False, seed_layers=True, activation_checkpoint_interval=2, use_reentrant=False)
     assert config.active and config.schedule.name == "zb-h1" and config.schedule.options == {}
     assert (config.partition.name, config.partition.options) == ("boundaries", {"at": [0, 3, 8, 10]})
     assert (config.stages, config.p2p_groups, config.seed_layers, config.use_reentrant) == (3, 1, True, False)
@@ -66,6 +68,11 @@ BAD = [
     (dict(watchdog_seconds=-1), "pipeline.watchdog_seconds is -1; allowed: a number of at least 0"),
     (dict(watchdog_seconds=True), "pipeline.watchdog_seconds is True"), (dict(watchdog_seconds="9"), "watchdog_seconds is '9'"),
     (dict(watchdog_seconds=float("inf")), "pipeline.watchdog_seconds is inf"),
+    (dict(loss_chunk_tokens=0), "pipeline.loss_chunk_tokens is 0; allowed: an int of at least 1, or null"),
+    (dict(loss_chunk_tokens=True), "pipeline.loss_chunk_tokens is True"),
+    (dict(schedule=None, loss_chunk_tokens=8), "pipeline.loss_chunk_tokens is 8, but there is no pipeline.schedule"),
+    (dict(loss_weighting="tokens"), "pipeline.loss_weighting is 'tokens'; allowed: \"micro_batch\".* or \"token\""),
+    (dict(schedule=None, loss_weighting="token"), "pipeline.loss_weighting is \"token\", but there is no pipeline.schedule"),
     (dict(p2p_transport="gloo"), "pipeline.p2p_transport is 'gloo'; allowed: \"auto\".* or \"process_group\""),
     (dict(partition="profil"), "pipeline.partition: unknown partitioner 'profil'.*known: best, boundaries, parameters, type, uniform"),
     (dict(partition="uniforms"), r"did you mean 'uniform'\?"), (dict(partition="bst"), r"did you mean 'best'\?"),

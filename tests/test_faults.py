@@ -35,7 +35,6 @@ RAISING = {
     "weight gradient, middle of 3": case(3, "weight_grad", 1, 1, schedule="zb-h1", call=3),
     "loss, 2 ranks, later step": case(2, "loss", 1, 2, call=2),
     "data, first of 4": case(4, "data", 0, 1, call=2),
-    "data ends on the last of 3 ranks": case(3, "data", 2, 1, "stop", "StopIteration", call=2),
     "prepare_batch, last of 2": case(2, "prepare_batch", 1, 0, call=2),
     "other samples on the last of 3": case(3, "samples", 2, 0, error="ValueError: the first stage and the last stage read "
                                            "different samples for micro-batches 0, 1, 2, 3 of this step"),
@@ -43,6 +42,8 @@ RAISING = {
         2, "samples", 1, 0, config=GLOO, error="ValueError: the first stage and the last stage read different samples"),
     "optimizer, middle of 3": case(3, "optimizer", 1, 1),
     "out of memory, middle of 3": case(3, "forward", 1, 1, "oom", "OutOfMemoryError: CUDA out of memory: boom", call=2),
+    "out of memory in the optimizer, ZeRO-1": case(3, "optimizer", 1, 1, "oom", "OutOfMemoryError: CUDA out of memory: boom",
+                                                   config={"zero_optimization": {"stage": 1}}),
     "MemoryError in a backward": case(2, "backward", 1, 1, "memory", "MemoryError: boom on purpose"),
     "a data source's own connection error": case(2, "data", 0, 1, "socket", "ConnectionResetError: boom on purpose"),
     "alive after its error, first of 3": case(3, "forward", 0, 1, alive=True),
@@ -50,6 +51,7 @@ RAISING = {
     "clipping, optimizer of the last of 2": case(2, "optimizer", 1, 1, config={"gradient_clipping": 0.5}),
     "ZeRO-1, middle of 3": case(3, "forward", 1, 1, config={"zero_optimization": {"stage": 1}}),
     "alive after its error, over process groups": case(3, "forward", 1, 1, alive=True, config=GLOO),
+    "a layer's state_dict, middle of 3": case(3, "save", 1, 1, call=2),
     "interrupt on one rank": case(2, "forward", 0, 1, "interrupt", "KeyboardInterrupt: boom on purpose"),
 }
 KILLED = {
@@ -61,6 +63,7 @@ KILLED = {
     "os._exit between two steps": case(2, "nowhere", 0, 2, "os._exit", None, between=True),
     "killed, middle of 4, over process groups": case(4, "backward", 1, 1, "kill", None, config=GLOO),
     "killed between two steps, over process groups": case(2, "nowhere", 1, 2, "kill", None, between=True, config=GLOO),
+    "killed in save_checkpoint, first of 2": case(2, "save", 0, 1, "kill", None),
     "sys.exit in the data": case(2, "data", 0, 1, "sys.exit", "SystemExit: 3"),
 }
 OTHER_PLAN = {
@@ -282,7 +285,8 @@ def test_one_rank_fails(runs, name):
         if rank != failing:
             assert f"rank {failing}" in end, shown
             assert "waiting for" in end or re.search(r"was in|lost another rank in", end), shown
-            assert re.search(r"\(stage \d, \w|optimizer step|end of the step|was waiting for|cannot start", end), shown
+            assert re.search(r"\(stage \d, \w|optimizer step|end of the step|was waiting for|cannot start|in save_checkpoint",
+                             end), shown
             assert error is None or error in end, shown
     if name in RAISING:
         # The error keeps its type and message and gets the place.

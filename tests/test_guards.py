@@ -1,6 +1,9 @@
 """Things beside a run that must neither stop it nor hang it."""
 
 import os
+import resource
+import threading
+import time
 
 import pytest
 import torch
@@ -39,3 +42,52 @@ def test_a_stale_build_lock_is_told_before_anything_waits_for_it(age, operator, 
     with pytest.raises(RuntimeError, match=f"{lock}.*no compiler runs.*rm '{lock}'"):
         ds_pipe_ext.PipelineModule([torch.nn.Linear(2, 2)], num_stages=1)
     assert not torch.distributed.is_initialized()
+
+
+class _Looked:
+    """Stands for a monitor; counts how often the watcher looked."""
+
+    looks = 0
+
+    def _look(self, interrupted_at):
+        self.looks += 1
+
+
+def test_an_engine_that_is_collected_while_another_is_made_does_not_block(monkeypatch):
+    """The collection may come anywhere, so also where the watching thread is started."""
+    from ds_pipe_ext.runtime.faults import _Watcher
+
+    watcher, old, new, start = _Watcher(), _Looked(), _Looked(), threading.Thread.start
+
+    def collecting(thread):
+        watcher.remove(old)
+        start(thread)
+
+    done = threading.Thread(target=lambda: (monkeypatch.setattr(threading.Thread, "start", collecting), watcher.add(new)),
+                            daemon=True)
+    done.start()
+    done.join(10)
+    assert not done.is_alive()
+    monkeypatch.undo()
+    watcher.remove(new)
+
+
+def test_watching_goes_on_with_more_than_1024_descriptors(monkeypatch):
+    from ds_pipe_ext.runtime import faults
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2000, hard)), hard))
+    monkeypatch.setattr(faults, "_POLL_S", 0.01)
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    watcher, monitor = faults._Watcher(), _Looked()
+    try:
+        watcher.add(monitor)
+        deadline = time.monotonic() + 10
+        while monitor.looks < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert monitor.looks >= 3
+    finally:
+        watcher.remove(monitor)
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -18,6 +18,7 @@ LAYERS = {
     "ds_pipe_ext.registry": HEAVY + ("pydantic", "rich", "hjson"),
     "ds_pipe_ext.partition": HEAVY + ("pydantic", "rich", "hjson"),
     "ds_pipe_ext.config": HEAVY + ("rich", ),
+    "ds_pipe_ext.training": HEAVY + ("pydantic", "rich", "hjson"),
     "ds_pipe_ext.testing": HEAVY,
     "ds_pipe_ext.doctor": HEAVY,
     "ds_pipe_ext.cli": HEAVY,

@@ -75,8 +75,9 @@ def test_configurations_pass_the_check(path):
     assert done.returncode == 1 and "pipeline.partition" in done.stderr
 
 
-def test_tests_named_by_the_cases_exist():
-    named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs/cases.md").read_text(encoding="utf-8"))
-    assert len(named) > 30
+@pytest.mark.parametrize("document,least", [("cases.md", 30), ("optimizers.md", 20)])
+def test_tests_named_by_the_documents_exist(document, least):
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / document).read_text(encoding="utf-8"))
+    assert len(named) > least
     for file, name in named:
         assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (file, name)

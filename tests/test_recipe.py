@@ -1,17 +1,23 @@
 """The fine-tuning recipe as a user runs it: under the `deepspeed` launcher, to a directory that anyone can load."""
 
+import contextlib
 import importlib.util
 import json
 import os
+import random
 import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import ranks
 import torch
 from hf_models import config_of
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +27,24 @@ WORDS = "the quick brown fox jumps over a lazy dog while seven green owls watch"
 
 def launch(config: Path, folder: Path, *arguments, limit=300.0):
     """The finished process of the recipe on two ranks; its output lies in ``stdout``."""
+    process = start(config, folder, *arguments)
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        end(process)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends the launcher and its ranks."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        child.kill()
+    process.kill()
+
+
+def start(config: Path, folder: Path, *arguments) -> subprocess.Popen:
+    """The recipe on two ranks, just started."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port",
                str(ranks.free_port()), str(RECIPE), "--deepspeed", "--deepspeed_config", str(config), *map(str, arguments)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_DIR": str(folder), "HF_HUB_OFFLINE": "1"}
@@ -28,8 +52,13 @@ def launch(config: Path, folder: Path, *arguments, limit=300.0):
     env.pop("WANDB_MODE", None)
     if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
         env["DS_ACCELERATOR"] = "cpu"
-    return subprocess.run(command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, timeout=limit)
+    return subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def arguments(tiny, output, steps):
+    """Of a run on the tiny model that may be started again and again, with a checkpoint after every step."""
+    return ("--model", tiny / "dropping", "--data", tiny / "one.txt", tiny / "two.txt", "--sequence-length", 8, "--steps",
+            steps, "--eval-micro-batches", 1, "--save-every", 1, "--resume", "--output", output)
 
 
 def own_lines(output: str) -> list[str]:
@@ -114,6 +143,9 @@ def test_stages_draw_the_same_rows_and_replicas_disjoint_ones():
     second = {i for pair in drawn(1, 5) for i in pair}
     assert len(first) == len(second) == 10 and not first & second
     assert drawn(0, 10)[:5] != drawn(0, 10)[5:]  # another order in the next epoch
+    for start in (1, 5, 7):
+        went_on = text.endless(rows, 2, 1, 2, 3, start)
+        assert [tuple(next(went_on)[0].flatten().tolist()) for _ in range(6)] == drawn(1, start + 6)[start:]
     held = [text.fixed(rows, 2, 3, replica, 2) for replica in (0, 1)]
     together = text.fixed(rows, 2, 6)
     assert [i for pair in zip(*held) for i in pair] and torch.equal(
@@ -137,6 +169,110 @@ def test_whole_texts_are_held_out(count, held, tmp_path):
         text.hold_out(files, files[:1])
     with pytest.raises(ValueError, match="cannot read the text.*nowhere"):
         text.hold_out([tmp_path / "nowhere"], None)
+
+
+@pytest.fixture(scope="module")
+def quiet(tiny):
+    """The tiny configuration without a tracker and with dropout's random numbers."""
+    source = json.loads((tiny / "config.json").read_text())
+    del source["wandb"]
+    source["gradient_accumulation_steps"] = 2
+    (tiny / "quiet.json").write_text(json.dumps(source))
+    model = json.loads((tiny / "model" / "config.json").read_text())
+    (tiny / "dropping").mkdir()
+    for path in (tiny / "model").iterdir():
+        shutil.copy(path, tiny / "dropping" / path.name)
+    (tiny / "dropping" / "config.json").write_text(json.dumps(model | {"attention_dropout": 0.1}))
+    return tiny / "quiet.json"
+
+
+def tensors_of(folder: Path) -> dict:
+    return load_file(folder / "model.safetensors") if (folder / "model.safetensors").exists() else {
+        name: tensor for path in folder.glob("model-*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tiny, quiet, tmp_path):
+    outputs = []
+    for name, counts in (("whole", (5, )), ("resumed", (2, 5))):
+        for steps in counts:
+            done = launch(quiet, tmp_path, *arguments(tiny, tmp_path / name, steps))
+            assert done.returncode == 0, done.stdout
+            outputs.append(done.stdout)
+    assert "nothing to resume in" in outputs[1] and "resumed after step 2" in outputs[2]
+    assert "train 2/5" in outputs[2] and "train 5/5" in outputs[2] and "train 1/5" not in outputs[2]
+    whole, resumed = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "resumed")
+    assert whole.keys() == resumed.keys() and len(whole) > 10
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def kill_one_rank(process: subprocess.Popen, folder: Path, moment: str, chance: random.Random) -> bool:
+    """Kills one of the two ranks with SIGKILL; False if all had ended before.
+
+    Args:
+        moment: ``"start"``: within seconds of the launch; ``"step"``: some time after a checkpoint was written;
+            ``"save"``: while one is being written.
+    """
+    def ranks_of():
+        found = []
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if RECIPE.name in " ".join(child.cmdline()) and "launcher" not in " ".join(child.cmdline()):
+                    found.append(child)
+        return found
+
+    manifest, saving = folder / "last" / "ds_pipe_ext.json", folder / "last.saving"
+    written_before = manifest.stat().st_mtime_ns if manifest.exists() else 0
+
+    def new_checkpoint():
+        with contextlib.suppress(FileNotFoundError):
+            return manifest.stat().st_mtime_ns != written_before
+        return False
+
+    deadline = time.monotonic() + 120
+    while len(ranks_of()) < 2 or (moment != "start" and not new_checkpoint()):
+        assert time.monotonic() < deadline, "no checkpoint for two minutes"
+        if process.poll() is not None:
+            return False
+        time.sleep(0.01)
+    if moment == "save":
+        while not saving.exists() and process.poll() is None:
+            time.sleep(0.0005)
+        time.sleep(chance.uniform(0, 0.03))
+    else:
+        time.sleep(chance.uniform(0, 6.0 if moment == "start" else 1.0))
+    victims = ranks_of()
+    if not victims:
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        chance.choice(victims).kill()
+        return True
+    return False
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_and_started_again_it_ends_with_the_weights_of_an_undisturbed_run(tiny, quiet, tmp_path):
+    chance, steps = random.Random(7), 240
+    done = launch(quiet, tmp_path, *arguments(tiny, tmp_path / "whole", steps))
+    assert done.returncode == 0, done.stdout
+    run = arguments(tiny, tmp_path / "killed", steps)
+    kills, half_written = 0, 0
+    for moment in ["start"] * 3 + ["save"] * 11 + ["step"] * 6:
+        process = start(quiet, tmp_path, *run)
+        kills += kill_one_rank(process, tmp_path / "killed" / "checkpoints", moment, chance)
+        try:
+            output, _ = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                end(process)
+        assert process.returncode != 0, output
+        half_written += (tmp_path / "killed" / "checkpoints" / "last.saving").exists()
+    done = launch(quiet, tmp_path, *run)
+    assert done.returncode == 0, done.stdout
+    went_on = int(re.search(r"resumed after step (\d+)", done.stdout).group(1))
+    assert kills == 20 and half_written >= 3 and 0 < went_on < steps, (kills, half_written, went_on)
+    whole, killed = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "killed")
+    assert whole.keys() == killed.keys()
+    assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items())
 
 
 @pytest.mark.slow

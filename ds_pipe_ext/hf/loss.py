@@ -71,6 +71,10 @@ class CausalLMLoss:
         any_valid = (labels[..., 1:] != self.ignore_index).any().to(loss.device)
         return torch.where(any_valid, loss, torch.zeros_like(loss))
 
+    def count_targets(self, labels) -> int:
+        """Labels that the loss averages over: it shifts them, so the first of a row is never predicted."""
+        return int((labels[..., 1:] != self.ignore_index).sum())
+
     def _in_chunks(self, output, labels):
         """The mean over valid tokens as a sum over chunks; a chunk's logits live no longer than its own work."""
         targets = pad(labels[..., 1:], (0, 1), value=self.ignore_index).reshape(-1).to(output.hidden.device)

@@ -65,7 +65,7 @@ def _chunk_tokens(given, config, loss_fn):
     """The option from argument and JSON."""
     written = read_config(config if config is not None else {}).loss_chunk_tokens
     if given is not None:
-        given = read_config({"pipeline": {"loss_chunk_tokens": given}}).loss_chunk_tokens
+        given = read_config({"pipeline": {"schedule": "1f1b", "loss_chunk_tokens": given}}).loss_chunk_tokens
         if written not in (None, given):
             raise ValueError(
                 f"loss_chunk_tokens is {given}, but pipeline.loss_chunk_tokens in the JSON is {written}; give one of them."

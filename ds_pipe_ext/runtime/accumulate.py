@@ -20,18 +20,10 @@ Accumulate = Callable[[torch.nn.Parameter, torch.Tensor], None]
 
 
 def accumulator_of(optimizer) -> Accumulate:
-    """The function ``(param, grad)`` that adds a weight gradient where ``optimizer``'s step will find it.
-
-    Raises:
-        ValueError: if the optimizer cannot take a weight gradient outside a backward pass.
-    """
+    """The function ``(param, grad)`` that adds a weight gradient where ``optimizer``'s step will find it."""
     if isinstance(optimizer, BF16_Optimizer):
         return _bf16(optimizer)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        if optimizer.cpu_offload:
-            raise ValueError("zero_optimization.offload_optimizer copies every gradient away during the backward pass, "
-                             "so a schedule that computes weight gradients later (zb-h1, zb-h2) would lose them; remove "
-                             "offload_optimizer or choose pipeline.schedule 1f1b or gpipe")
         if optimizer.use_grad_accum_attribute:
             return _grad_accum(optimizer)
         # Its hooks count what arrives during a backward pass and raise outside one; under a pipeline they do no more.

@@ -22,7 +22,8 @@ _READ_S = 2.5
 _starts = itertools.count()
 _KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization.stage",
          "fp16.enabled", "bf16.enabled", "data_types.grad_accum_dtype", "optimizer.type", "pipeline.p2p_groups",
-         "pipeline.p2p_transport", "pipeline.check_samples", "pipeline.activation_checkpoint_interval")
+         "pipeline.p2p_transport", "pipeline.check_samples", "pipeline.loss_weighting",
+         "pipeline.activation_checkpoint_interval")
 
 
 class Start:

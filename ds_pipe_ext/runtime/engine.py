@@ -10,6 +10,9 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import MUON_OPTIMIZER
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ..config import PipeConfig
@@ -18,16 +21,18 @@ from ..plan.facts import splits_backward
 from ..plan.lower import forward_only, lower
 from . import instructions as ins
 from .accumulate import accumulator_of
-from .executor import InstructionExecutor, MicroBatch, added
+from .checkpoint import Checkpointing
+from .data import DataEnded
+from .executor import InstructionExecutor, MicroBatch
 from .faults import FaultMonitor
 from .metrics import Meter, track_plan
+from .optimizers import align_groups, client_aligned, correct, idle_parameter, muon_groups
 from .p2p import Links
 from .partitioned import slices
-from .samples import STEPS
 from .transport import GroupTransport, share_memory
 
 
-class PlanEngine(InstructionExecutor):
+class PlanEngine(Checkpointing, InstructionExecutor):
     """A DeepSpeed pipeline engine whose schedule is a plan.
 
     Made by :func:`ds_pipe_ext.initialize` when the JSON names a ``pipeline.schedule``. ``train_batch``, ``eval_batch``
@@ -50,14 +55,10 @@ class PlanEngine(InstructionExecutor):
         super().__init__(*args, **kwargs)
         self._schedules: dict[tuple, ins.PlanSchedule] = {}
         self._slots: dict[tuple[int, int], MicroBatch] = {}
-        self._batches: dict[int, tuple] = {}
-        self._read = 0
+        self._loaders: dict[int, tuple] = {}
         self._evaluating = False
         self._logits: list = []
         self._loss_numbers: list[float] = []
-        self._loss_given = False
-        #: of the step's micro-batches while the samples of the first and the last stage are compared, else None
-        self._fingerprints: list[int] | None = None
         self._compared = 0
         self._links = self._faults.links = self._make_links() if self.is_pipe_parallel else None
         self.plan = pipe_config.plan(self.num_stages, self.micro_batches)
@@ -65,6 +66,8 @@ class PlanEngine(InstructionExecutor):
         if splits_backward(self.plan):
             self._split = SplitBackward(accumulator_of(self.optimizer))
             self._split.attach(self.module)
+        if self.module.activation_checkpoint_func is checkpointing.checkpoint:
+            self.module.activation_checkpoint_func = _checkpoint
         self._lean = self._needs_no_hooks()
         if self._lean:
             self.module_forward_pre_hook.remove()
@@ -78,6 +81,11 @@ class PlanEngine(InstructionExecutor):
                     or self.wall_clock_breakdown() or self.flops_profiler_enabled() or self.random_ltd_enabled()
                     or self.memory_breakdown() or self.autotuning_enabled() or self.is_deepcompile_enabled()
                     or self.torch_autocast_z0_gradscaler)
+
+    def steps_per_print(self):
+        """As upstream's; with a breakdown and nothing given every tenth step, where upstream divides by None."""
+        given = super().steps_per_print()
+        return 10 if given is None and self.wall_clock_breakdown() else given
 
     def _make_links(self) -> Links:
         two = self.pipe_config.p2p_groups == 2
@@ -100,19 +108,18 @@ class PlanEngine(InstructionExecutor):
                      acts=slices(self, self.pipe_config.pipe_partitioned),
                      grads=slices(self, self.pipe_config.grad_partitioned))
 
+    def _configure_optimizer(self, client_optimizer, model_parameters):
+        super()._configure_optimizer(client_aligned(self, client_optimizer), model_parameters)
+        correct(self.optimizer)
+
     def _configure_basic_optimizer(self, model_parameters):
-        parameters = list(model_parameters or [])
-        if not parameters:
-            # A stage may have nothing to train. torch refuses an empty list, but takes an empty group.
-            parameters = [{"params": []}]
-            if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
-                # DeepSpeed's own optimizers look at the first parameter and take part in collectives: one that never
-                # gets a gradient.
-                dtype, _ = self.get_data_types()
-                idle = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=self.device))
-                self.param_names[idle] = "ds_pipe_ext.nothing_to_train"
-                parameters = [idle]
-        return super()._configure_basic_optimizer(parameters)
+        # torch refuses an empty list, and DeepSpeed's own optimizers look at the first parameter.
+        parameters = list(model_parameters) or [idle_parameter(self)]
+        if self.optimizer_name() == MUON_OPTIMIZER:
+            parameters = muon_groups(self, list(model_parameters))
+        made = super()._configure_basic_optimizer(parameters)
+        align_groups(self, made)
+        return made
 
     # ------------------------------------------------------------------------------------------------ schedules
 
@@ -133,11 +140,8 @@ class PlanEngine(InstructionExecutor):
 
     def _exec_schedule(self, pipe_schedule):
         self._slots.clear()
-        self._batches.clear()
-        self._read = 0
-        self.fwd_outputs = []
-        self._loss_given = False
-        self._fingerprints = self._begin_comparison() if pipe_schedule.backward else None
+        self._begin_reading(pipe_schedule.micro_batches, pipe_schedule.backward)
+        self._begin_losses()
         if self._links:
             self._links.begin("train" if pipe_schedule.backward else "eval", pipe_schedule.digest)
         self._meter.begin(pipe_schedule)
@@ -146,9 +150,13 @@ class PlanEngine(InstructionExecutor):
             for cmd in pipe_schedule.instructions:
                 faults.doing = cmd
                 self._INSTRUCTION_MAP[type(cmd)](self, cmd.instr)
+            self._hear()
             if self._links:
                 self._links.end()
             faults.doing = "the end of the step (gather of losses and measurements)"
+        except DataEnded:
+            self._drop_step()
+            raise
         except BaseException:
             if self._split:
                 self._split.discard()
@@ -158,66 +166,57 @@ class PlanEngine(InstructionExecutor):
             self._batches.clear()
         self._meter.end()
 
-    def _begin_comparison(self) -> list[int] | None:
-        ends = self.plan.placement[0], self.plan.placement[-1]
-        if not self.pipe_config.check_samples or self._compared >= STEPS or ends[0] == ends[1]:
-            return None
-        self._compared += 1
-        return []
+    def _drop_step(self):
+        """All instructions up to the step have run on every rank, but the data ended: as if it had not begun."""
+        if self._links:
+            self._links.end()
+        if self._split:
+            self._split.discard()
+        if self._training_step:
+            self.optimizer.zero_grad()
+            self.module.zero_grad()
+        self._restart_loader()
 
     # -------------------------------------------------------------------------------------------------- training
 
     def train_batch(self, data_iter=None):
-        """As upstream's; a failure on any rank ends it on all: see :mod:`.faults`."""
+        """As upstream's; a failure on any rank ends it on all: see :mod:`.faults`.
+
+        Args:
+            data_iter: iterator of (inputs, labels), or a loader, which is read on from call to call.
+
+        Raises:
+            DataEnded: a StopIteration, on every rank, if the data ended on any of them; nothing was updated.
+        """
         with self._faults.watching("train_batch"):
-            return super().train_batch(data_iter)
+            step = self.global_steps
+            try:
+                loss = super().train_batch(data_iter)
+            except DataEnded:
+                self.timers(TRAIN_BATCH_TIMER).stop()
+                raise
+            self._print_flops(step)
+            return loss
 
-    def save_checkpoint(self, *args, **kwargs):
-        """As upstream's; a failure on any rank is told to all."""
-        with self._faults.watching("save_checkpoint", step=False):
-            return super().save_checkpoint(*args, **kwargs)
-
-    def load_checkpoint(self, *args, **kwargs):
-        """As upstream's; a failure on any rank is told to all."""
-        with self._faults.watching("load_checkpoint", step=False):
-            return super().load_checkpoint(*args, **kwargs)
-
-    def _give_loss(self):
-        """Sums the step's losses where they are computed, and sends their mean to the other stages, once a step."""
-        if self._loss_given:
+    def _print_flops(self, step):
+        """Prints what the flops profiler saw in ``step``; upstream does so in engine.step(), which a pipeline never calls."""
+        if not self.flops_profiler_enabled() or step != self.flops_profiler_profile_step() or self.global_rank != 0:
             return
-        self._loss_given = True
-        # Summed in micro-batch order, as upstream does while they are computed.
-        for loss in self.fwd_outputs:
-            self.total_loss = added(self.total_loss, loss)
-        self.loss = self.fwd_outputs[-1]
-        if self.total_additional_losses is not None:
-            return
-        own = self._scale_loss_by_gas(self.total_loss).detach()
-        # Upstream reports fp32; a float64 model keeps its digits.
-        own = own if own.dtype is torch.float64 else own.float()
-        agg = own
-        if self.is_data_parallel:
-            agg = own.clone()
-            dist.all_reduce(agg, group=self.mpu.get_data_parallel_group())
-            agg /= self.dp_world_size
-        self._loss_numbers = [own.item(), agg.item(), float(own.dtype is torch.float64)]
-        if self._links:
-            self._links.send_loss(self.num_stages - 1, self._loss_numbers)
+        self.flops_profiler.print_model_profile(profile_step=step, module_depth=self.flops_profiler_module_depth(),
+                                                top_modules=self.flops_profiler_top_modules(),
+                                                detailed=self.flops_profiler_detailed(),
+                                                output_file=self.flops_profiler_output_file())
+        self.flops_profiler.end_profile()
 
-    def _aggregate_total_loss(self):
-        """Upstream's mean loss; a message of its own instead of a broadcast."""
-        if self.total_additional_losses is not None or self.module.get_additional_losses() is not None:
-            self._meter.gather()
-            return super()._aggregate_total_loss()
-        # Before the measurements: the last stage's next message waits until the loss was received.
-        if not self.is_last_stage():
-            self._loss_numbers = self._links.take_loss(self.num_stages - 1, self.num_stages - 1, 3)
-        self._meter.gather()
-        own, agg, double = self._loss_numbers
-        dtype = torch.float64 if double else torch.float32
-        self.dp_group_loss, agg_loss = (torch.tensor(value, dtype=dtype, device=self.device) for value in (own, agg))
-        return agg_loss
+    def compile(self, *args, **kwargs):
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("engine.compile() is not supported with a pipeline.schedule: it compiles a stage as a whole, whose linear "
+                         "layers a split backward has to see; remove the call (torch.compile on functions inside a layer that "
+                         "use no Linear or Embedding does no harm)")
 
     def get_global_grad_norm(self):
         """Norm of the last step's gradients over all stages, before clipping."""
@@ -231,8 +230,12 @@ class PlanEngine(InstructionExecutor):
         self._global_grad_norm = total.sqrt().item()
         factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if factor < 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
+        # A norm that is no number makes all gradients none on all stages, as torch's clipping does.
+        if not factor >= 1.0:
+            for grad in (grad for grad in grads if grad.is_sparse):
+                grad.mul_(factor)
+            if dense := [grad for grad in grads if not grad.is_sparse]:
+                torch._foreach_mul_(dense, factor)
 
     def _squared_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, each parameter of the model counted on one rank only."""
@@ -242,6 +245,8 @@ class PlanEngine(InstructionExecutor):
                  and (first_slice or is_model_parallel_parameter(p))]
         if not grads:
             return torch.zeros((), device=self.device)
+        # Rows that occur several times are summed first.
+        grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         return torch.stack(torch._foreach_norm(grads)).square().sum()
 
     def eval_batch(self, data_iter, return_logits=False, compute_loss=True, reduce_output="avg", bcast_loss=True,
@@ -249,7 +254,7 @@ class PlanEngine(InstructionExecutor):
         """Evaluates one batch. As upstream's, but leaves training state, iterator and module mode as they were.
 
         Args:
-            data_iter: iterator of (inputs, labels); ``num_micro_batches`` of them are read.
+            data_iter: iterator of (inputs, labels), or a loader; ``num_micro_batches`` of them are read.
             return_logits: also return the last stage's outputs of all micro-batches, concatenated along the first
                 dimension (a list if their other dimensions differ); None on the other stages.
             compute_loss: apply the loss function; otherwise the outputs are reduced in its place.
@@ -259,6 +264,9 @@ class PlanEngine(InstructionExecutor):
 
         Returns:
             The loss, or ``(loss, logits)``.
+
+        Raises:
+            DataEnded: a StopIteration, on every rank, if the data ended on any of them.
         """
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         if micro_batches < 1:
@@ -340,6 +348,14 @@ def _kept_random_state(wanted: bool):
         torch.set_rng_state(states[2])
         if device is not None:
             accelerator.set_rng_state(device)
+
+
+def _checkpoint(function, *inputs):
+    """Reentrant checkpointing where it works. Around layers whose inputs need no gradient (an embedding, what follows a frozen
+    layer) it loses the gradients of their weights without a word, so there it is the other kind."""
+    if torch.is_grad_enabled() and not any(torch.is_tensor(x) and x.requires_grad for x in inputs):
+        return checkpointing.non_reentrant_checkpoint(function, *inputs)
+    return checkpointing.checkpoint(function, *inputs)
 
 
 def _joined(logits: list):

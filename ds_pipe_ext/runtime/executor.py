@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +13,9 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from . import instructions as ins
 from .accumulate import gradient_of
-from .samples import compare, fingerprint
-from .wire import Spec
+from .losses import StepLoss
+from .optimizers import scaled
+from .wire import ENDED, Spec
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class MicroBatch:
     outputs: object = None
     output_spec: Spec | None = None
     loss: torch.Tensor | None = None
+    #: the data had ended: nothing is computed
+    ended: bool = False
     input_grads: list = field(default_factory=list)
 
 
@@ -47,7 +49,7 @@ class _OwnMemory(torch.autograd.Function):
         return grad
 
 
-class InstructionExecutor(PipelineEngine):
+class InstructionExecutor(StepLoss):
     """The instructions' methods, by DeepSpeed's table ``_INSTRUCTION_MAP``; :class:`~.engine.PlanEngine` makes what they use:
     the transfers, the split backward, the meter and the buffers of the step."""
 
@@ -58,60 +60,24 @@ class InstructionExecutor(PipelineEngine):
             state = self._slots[key] = MicroBatch()
         return state
 
-    def _is_loss(self, stage: int) -> bool:
-        return stage == len(self.plan.placement) - 1
-
-    def _load(self, instr):
-        while instr.mb not in self._batches:
-            batch = self._next_batch()
-            if self._fingerprints is not None:
-                self._fingerprints.append(fingerprint(batch))
-            self._batches[self._read] = self._prepare(batch)
-            self._read += 1
-            if self._fingerprints is not None and self._read == self.micro_batches and instr.stage == 0:
-                self._links.send_samples(0, self.plan.placement[-1], self._fingerprints)
-
-    def _prepare(self, batch):
-        prepare = getattr(self.module, "prepare_batch", None)
-        if prepare is not None:
-            batch = prepare(batch)
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ValueError(f"the data iterator must yield (inputs, labels), got {type(batch).__name__}"
-                             f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}")
-        return batch
-
-    def _own_inputs(self, value):
-        """Inputs of the first stage on the device, as upstream makes them: the caller's tensors are never modified."""
-        reentrant = self._reentrant_activation_checkpointing()
-
-        def own(tensor):
-            tensor = tensor.clone().detach().to(self.device)
-            if reentrant:
-                tensor.requires_grad_(tensor.is_floating_point())
-            return tensor
-
-        if torch.is_tensor(value):
-            return own(value)
-        if not isinstance(value, (tuple, list)) or not all(torch.is_tensor(x) for x in value):
-            raise ValueError(f"the inputs of a batch must be a tensor or a tuple of tensors, got {type(value).__name__}")
-        return tuple(own(x) for x in value)
-
-    def _own_labels(self, value):
-        if torch.is_tensor(value):
-            return value.to(self.device)
-        if isinstance(value, (tuple, list)):
-            return tuple(x.to(self.device).detach() if torch.is_tensor(x) else x for x in value)
-        return value
-
     def _forward(self, instr):
         state = self._state(instr)
         if instr.stage == 0:
-            state.inputs = self._own_inputs(self._batches[instr.mb][0])
-            self._meter.count_batch(state.inputs)
+            self._take_batch(instr, state)
         elif self._links:
             start = self._meter.now()
             state.inputs, state.input_spec = self._links.take_act(instr.stage, instr.mb)
             self._meter.waited(start)
+            state.ended = state.input_spec == ENDED
+        if self._is_loss(instr.stage) and (state.ended or self._batches[instr.mb] is None):
+            # From here on this stage reads nothing more for the step.
+            self._missing = max(self._missing, self._window - instr.mb)
+            state.ended = True
+        if state.ended:
+            state.inputs = None
+            if not self._is_loss(instr.stage):
+                state.output_spec = ENDED
+            return
         start = self._meter.now()
         with self._meter.saving(instr):
             outputs = self._run_layers(self._inputs_for_layers(state.inputs))
@@ -119,10 +85,20 @@ class InstructionExecutor(PipelineEngine):
             if self._is_loss(instr.stage):
                 self._compute_loss_of(instr, state)
         self._meter.computed(instr, start)
-        if instr.stage == 0 and not self._is_loss(instr.stage):
-            del self._batches[instr.mb]
         if self._evaluating:
             state.inputs = None
+
+    def _take_batch(self, instr, state):
+        batch = self._batches[instr.mb]
+        if batch is None:
+            state.ended = True
+            return
+        state.inputs = self._own_inputs(batch[0])
+        self._meter.count_batch(state.inputs)
+        if self._owns_loss():
+            self._batches[instr.mb] = None, batch[1]
+        else:
+            del self._batches[instr.mb]
 
     def _run_layers(self, inputs):
         if not self._lean:
@@ -147,29 +123,10 @@ class InstructionExecutor(PipelineEngine):
 
         return own(inputs) if torch.is_tensor(inputs) else tuple(own(x) for x in inputs)
 
-    def _compute_loss_of(self, instr, state):
-        labels = self._own_labels(self._batches.pop(instr.mb)[1])
-        outputs, state.outputs = state.outputs, None
-        logits_of = getattr(self.module, "logits_of", lambda value: value)
-        if self._evaluating and self.eval_return_logits:
-            self._logits.append(logits_of(outputs))
-        if self._compute_loss and self.module.loss_fn is not None:
-            outputs = self.module.loss_fn(outputs, labels)
-        else:
-            outputs = logits_of(outputs)
-        self.fwd_outputs.append(outputs.detach() if torch.is_tensor(outputs) else [x.detach() for x in outputs])
-        if self._evaluating:
-            return
-        state.loss = outputs
-        extra = self.module.get_additional_losses()
-        if extra is not None:
-            self.total_additional_losses = self.total_additional_losses or OrderedDict()
-            for name, value in extra.items():
-                self.total_additional_losses[name] = added(self.total_additional_losses.get(name), value)
-
     def _send_output(self, instr):
         state = self._state(instr)
-        state.output_spec = self._links.send_act(instr.stage, instr.mb, instr.peer, state.outputs, instr.window)
+        value = ENDED if state.ended else state.outputs
+        state.output_spec = self._links.send_act(instr.stage, instr.mb, instr.peer, value, instr.window)
         if self._evaluating:
             state.outputs = None
 
@@ -191,13 +148,20 @@ class InstructionExecutor(PipelineEngine):
             start = self._meter.now()
             grads = self._links.take_grad(instr.stage, instr.mb)
             self._meter.waited(start)
+        if state.ended:
+            if state.input_spec is not None:
+                # The stage before computed, and waits for zeros.
+                state.input_grads = [None for spec in state.input_spec.tensors if spec.grad]
+            return
         start = self._meter.now()
         with self._split.collecting((instr.stage, instr.mb)) if instr.kind == "I" else contextlib.nullcontext():
-            if loss_stage and self._lean:
+            if loss_stage and (state.loss is None or self._nothing_trains(state)):
+                pass
+            elif loss_stage and self._lean:
                 (state.loss / self.gradient_accumulation_steps()).backward()
             elif loss_stage:
                 # The engine's backward, which upstream's PipelineEngine hides from users.
-                super(PipelineEngine, self).backward(state.loss)
+                super(PipelineEngine, self).backward(scaled(self.optimizer, state.loss))
             elif grads:
                 self._backward_from(state, grads)
         self._meter.computed(instr, start)
@@ -206,6 +170,11 @@ class InstructionExecutor(PipelineEngine):
             inputs = [state.inputs] if torch.is_tensor(state.inputs) else state.inputs
             state.input_grads = [x.grad for x, spec in zip(inputs, state.input_spec.tensors) if spec.grad]
         state.inputs = None
+
+    def _nothing_trains(self, state) -> bool:
+        """True if the loss has no gradient because neither this stage nor those before it train anything."""
+        return not (state.loss.requires_grad or any(p.requires_grad for p in self.module.parameters())
+                    or (state.input_spec and any(spec.grad for spec in state.input_spec.tensors)))
 
     def _backward_from(self, state, grads):
         outputs = [state.outputs] if torch.is_tensor(state.outputs) else state.outputs
@@ -230,6 +199,8 @@ class InstructionExecutor(PipelineEngine):
             self._stop_timers(self.engine_timers.backward_timers)
 
     def _weight_grad(self, instr):
+        if self._state(instr).ended:
+            return
         start = self._meter.now()
         self._split.run((instr.stage, instr.mb))
         self._meter.computed(instr, start)
@@ -243,6 +214,7 @@ class InstructionExecutor(PipelineEngine):
             self._give_loss()
 
     def _reduce_tied(self, instr):
+        self._hear()
         gradient = gradient_of(self.optimizer)
         for weight, group in self.module.get_tied_weights_and_groups():
             # The other owners reduce whether or not this stage used the weight.
@@ -250,6 +222,7 @@ class InstructionExecutor(PipelineEngine):
                 dist.all_reduce(gradient(weight), group=group)
 
     def _reduce(self, instr):
+        self._hear()
         plain = self.dp_world_size == 1 and not self.zero_optimization() and not self.using_bf16_optimizer
         if plain and not self.has_moe_layers:
             # Nothing to average: upstream would still copy every gradient twice. Missing ones become zero, as there.
@@ -262,24 +235,12 @@ class InstructionExecutor(PipelineEngine):
             waiting = ", ".join(f"stage {s} micro-batch {m}" for s, m in self._split.pending)
             raise RuntimeError(f"weight gradients of {waiting} were never computed: the plan {self.plan.name} steps "
                                "before their W; nothing was updated")
-        if self._fingerprints is not None:
-            self._check_samples()
+        self._hear()
         self._meter.before_step()
-        if self.fwd_outputs:
-            self._give_loss()
         self._exec_optimizer_step()
 
-    def _check_samples(self):
-        last = len(self.plan.placement) - 1
-        if self.stage_id == self.plan.placement[last]:
-            compare(self._links.take_samples(0, self.plan.placement[0], self.micro_batches), self._fingerprints)
-            self._links.tell_samples_agree(last)
-        else:
-            # Before any update: if they do not agree, the last stage fails and this wait with it.
-            self._links.take_samples(last, self.plan.placement[last], 1)
-
     _INSTRUCTION_MAP = {
-        ins.LoadMicroBatch: _load,
+        ins.LoadMicroBatch: StepLoss._load,
         ins.Forward: _forward,
         ins.Backward: _backward,
         ins.InputGrad: _backward,
@@ -293,8 +254,3 @@ class InstructionExecutor(PipelineEngine):
         ins.OptimizerStep: _step,
     }
 
-
-def added(total, loss):
-    if torch.is_tensor(loss):
-        return (torch.zeros_like(loss) if total is None else total) + loss.detach()
-    return [added(None if total is None else total[i], value) for i, value in enumerate(loss)]

@@ -23,6 +23,7 @@ import time
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from .data import DataEnded
 from .p2p import TransferError, plain
 
 #: seconds between two looks into the store
@@ -170,9 +171,6 @@ class FaultMonitor:
 
     def _report_own(self, where: str, error: BaseException) -> None:
         self._own = _text(error)
-        if isinstance(error, StopIteration):
-            error.add_note("the data iterator ended before the step had all its micro-batches; wrap the loader in "
-                           "deepspeed.utils.RepeatingLoader, or stop one step earlier on every rank")
         error.add_note(f"in the pipeline: {where}")
         if self._store is None:
             return
@@ -353,7 +351,8 @@ class _Call:
 
     def __exit__(self, kind, error, trace):
         if self._outermost:
-            self._monitor._leave(error)
+            # Data that ended is told to every rank by the engine itself.
+            self._monitor._leave(None if isinstance(error, DataEnded) else error)
         return False
 
 
@@ -362,7 +361,8 @@ class _Watcher:
 
     def __init__(self):
         self._monitors: list[FaultMonitor] = []
-        self._lock = threading.Lock()
+        # Garbage collection may end another engine, which is removed here, at any moment.
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._pipe: tuple[int, int] | None = None
         self._interrupted_at = 0.0
@@ -391,7 +391,7 @@ class _Watcher:
 
     def forget(self) -> None:
         """In a forked child, which has no such thread: what it inherited would stop its parent's."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if self._thread is None:
             return
         for monitor in self._monitors:
@@ -431,8 +431,11 @@ class _Watcher:
         atexit.unregister(self._stop)
 
     def _run(self, fd: int) -> None:
+        # Not select: a process with many groups has descriptors beyond its limit of 1024.
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
         while True:
-            if select.select([fd], [], [], _POLL_S)[0]:
+            if poll.poll(1000 * _POLL_S):
                 received = os.read(fd, 64)
                 if 0 in received:
                     return

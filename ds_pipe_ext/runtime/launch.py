@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from importlib.metadata import version
 
 import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule as UpstreamModule
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine as UpstreamEngine
 
 from ..config import PipeConfig, count_microbatches, load, read_config
 from ..doctor import requirements
+from ..features import check_features
+from ..registry import nearest
+from ..training import check_training, value_at
 from . import agree
 from .engine import PlanEngine
 from .guards import drop_missing_tracker, unlink_shared_buffers
@@ -33,7 +40,9 @@ class _EngineSwitch(type(UpstreamEngine)):
         with agree.starting() as start:
             pipe_config = read_config(config)
             if pipe_config.active:
+                check_features(load(config))
                 check_module(pipe_config, model)
+                check_config(load(config), kwargs.get("optimizer"))
             start.agree(agree.wanted_by(pipe_config, config, model))
         if not pipe_config.active:
             return UpstreamEngine(*args, config=config, model=model, **kwargs)
@@ -77,6 +86,31 @@ def check_module(pipe_config: PipeConfig, model) -> None:
                          "ds_pipe_ext.PipelineModule(layers, config=...) or remove pipeline.partition")
 
 
+def check_config(source: Mapping, optimizer=None) -> None:
+    """Raises ValueError if a whole configuration asks for what a pipeline or the accelerator cannot do.
+
+    Args:
+        source: the configuration.
+        optimizer: what the script gives to ``initialize``: then the JSON's is not used.
+    """
+    check_training(source, client_optimizer=optimizer is not None)
+    accelerator = get_accelerator()
+    if value_at(source, "fp16", "enabled") is True and not accelerator.is_fp16_supported():
+        raise ValueError(f"fp16.enabled is true, but the accelerator {accelerator.device_name()!r} has no fp16 training; use "
+                         "bf16 or fp32")
+    name = value_at(source, "optimizer", "type")
+    if optimizer is not None or not isinstance(name, str):
+        return
+    if name.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
+        known = sorted(n for n, made in vars(torch.optim).items() if isinstance(made, type) and n != "Optimizer")
+        raise ValueError(f"optimizer.type is {name!r}{nearest(name, known)}; allowed: {', '.join(DEEPSPEED_OPTIMIZERS)}, and "
+                         f"of torch.optim: {', '.join(known)}")
+    offloaded = name.lower() == "lion" and value_at(source, "zero_optimization", "offload_optimizer")
+    if accelerator.device_name() == "cpu" and name.lower() in ("lamb", "lion") and not offloaded:
+        raise ValueError(f"optimizer.type is {name!r}, which DeepSpeed has no CPU kernel for; give your own optimizer to "
+                         "initialize, or use Adam, AdamW, Adagrad, Muon or one of torch.optim")
+
+
 def _config_of(args, config, config_params):
     config = config if config is not None else config_params
     if config is None:
@@ -100,7 +134,9 @@ def initialize(args=None, model=None, *positional, config=None, config_params=No
         with agree.starting():
             pipe_config = read_config(source)
             if pipe_config.active:
+                check_features(load(source))
                 check_module(pipe_config, model)
+                check_config(load(source), positional[0] if positional else kwargs.get("optimizer"))
                 replicas = model.topology().get_dim("data") or 1
                 pipe_config.plan(model.num_stages, count_microbatches(load(source), replicas))
     with _switched():

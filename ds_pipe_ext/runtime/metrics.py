@@ -118,7 +118,12 @@ class Meter:
         """Before the optimizer step: gradients are complete and not yet cleared."""
         engine = self._engine
         if self._own_norm() and engine.gradient_clipping() == 0.0:
-            self._squared_norm = engine._squared_norm().item()
+            # One dtype on all ranks: one that counts nothing does not know that of the others.
+            squared = engine._squared_norm().to(torch.float64)
+            if engine.is_model_parallel:
+                # The gather is among stages: each rank of a slice brings the norm of the whole slice.
+                torch.distributed.all_reduce(squared, group=engine.grid.get_slice_parallel_group())
+            self._squared_norm = squared.item()
 
     def end(self) -> None:
         """Ends the instructions of a step."""

@@ -2,10 +2,10 @@
 
 Every activation is announced by a header, so any shape can follow any other without a flag. While a link's shapes stay
 the same, its receives are posted ahead into pooled buffers and the header only confirms them; where messages have tags it
-then travels inside the message. When a shape changes, the sender first fills the receives that are already posted (their number, the
-window, is known to both ends from the program), then describes and sends the new tensors; for the rest of that step the
-receiver posts each payload once its header has arrived. Gradients have the shapes of the activations, which both ends
-know.
+then travels inside the message. When a shape changes, the sender first fills the receives that are already posted (their
+number, the window, is known to both ends from the program), then describes and sends the new tensors; for the rest of that
+step the receiver posts each payload once its header has arrived. Gradients have the shapes of the activations, which both
+ends know.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import pickle
 import re
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from .partitioned import Whole
-from .transport import Transport
-from .wire import HEADER_BYTES, HEADER_NUMBERS, BufferPool, Form, Spec, describe, fits, form_of
+from .transport import Transport, Work
+from .wire import ENDED, HEADER_BYTES, HEADER_NUMBERS, BufferPool, Form, Spec, describe, fits, form_of
 
 _SAME, _CHANGED = 0, 1
 _ACT, _GRAD, _HEADER, _BLOB, _LOSS, _NUMBERS, _SAMPLES = range(7)
@@ -59,6 +60,14 @@ def plain(error: BaseException) -> str:
 
 def _as_tensor(header: tuple[int, int, int, int]) -> torch.Tensor:
     return torch.tensor([*header, *_PADDING])
+
+
+class Posted(NamedTuple):
+    """A posted receive of numbers."""
+
+    message: torch.Tensor
+    work: Work
+    what: tuple
 
 
 @dataclass(slots=True)
@@ -157,14 +166,14 @@ class Links:
         self._sent.clear()
 
     def send_act(self, stage: int, mb: int, peer: int, value, window: int) -> Spec:
-        """Sends a stage's output to ``peer``; returns its description.
+        """Sends a stage's output, or ``ENDED`` in its place, to ``peer``; returns its description.
 
         Raises:
             TypeError: if the output holds anything but dense tensors.
         """
         state = self._state("out", stage)
         spec = self.spec_of(value, stage, mb)
-        values = [value] if spec.single else list(value)
+        values = [] if spec == ENDED else [value] if spec.single else list(value)
         what = (_OUTPUT, stage, mb, self._names[peer])
         changed = spec is not state.spec
         inline = state.ahead and self._inline
@@ -215,7 +224,10 @@ class Links:
             self._read_headers(state, stage, mb)
 
     def take_act(self, stage: int, mb: int) -> tuple[object, Spec]:
-        """Waits for stage ``stage``'s input: ``(value, description)``; tensors whose gradient returns require one."""
+        """Waits for stage ``stage``'s input: ``(value, description)``; tensors whose gradient returns require one.
+
+        ``(None, ENDED)`` if the data ended before this micro-batch.
+        """
         state = self._state("in", stage)
         self._read_headers(state, stage, mb)
         incoming = state.arrived.pop(mb)
@@ -225,6 +237,8 @@ class Links:
         if self._mode == "train":
             for value, spec in zip(values, incoming.spec.tensors):
                 value.requires_grad_(spec.grad)
+        if incoming.spec == ENDED:
+            return None, ENDED
         return (values[0] if incoming.spec.single else tuple(values)), incoming.spec
 
     def send_grad(self, stage: int, mb: int, peer: int, grads: list[torch.Tensor | None], spec: Spec) -> None:
@@ -263,36 +277,34 @@ class Links:
         return self._grad_share.join(incoming.form.values(incoming.messages, self._device), incoming.spec.tensors)
 
     def send_loss(self, stage: int, numbers: list[float]) -> None:
-        """Gives ``numbers`` of the stage that computes the loss to all other ranks, which call :meth:`take_loss`."""
+        """Gives ``numbers`` of the stage that computes the loss to all other ranks, which have called :meth:`post_loss`."""
         message = torch.tensor(numbers, dtype=torch.float64)
         for peer, name in enumerate(self._names):
             if peer != self._rank:
                 self._send(self._host, message, peer, stage, _LOSS, ("the loss of stage {} to be received by rank {}", stage, name))
 
-    def take_loss(self, stage: int, peer: int, count: int) -> list[float]:
-        """Waits for the ``count`` numbers that stage ``stage`` on pipeline rank ``peer`` sent."""
+    def post_loss(self, stage: int, peer: int, count: int) -> Posted:
+        """Posts the receive of ``count`` numbers of stage ``stage`` on pipeline rank ``peer``: before a step, so that their
+        sender can be done with them whatever this rank does. :meth:`take` gives them."""
         message = torch.empty(count, dtype=torch.float64)
-        self._wait(self._host.recv(message, peer, _KINDS * stage + _LOSS), ("the loss from rank {}", self._names[peer]))
-        return message.tolist()
+        return Posted(message, self._host.recv(message, peer, _KINDS * stage + _LOSS),
+                      ("the loss from rank {}", self._names[peer]))
 
     def send_samples(self, stage: int, peer: int, fingerprints: list[int]) -> None:
-        """Sends what the first stage has read to the rank of the last, which calls :meth:`take_samples`."""
+        """Sends what the first stage has read to the rank of the last, which has called :meth:`post_samples`."""
         self._send(self._host, torch.tensor(fingerprints), peer, stage, _SAMPLES,
                    ("the fingerprints of stage {}'s samples to be received by rank {}", stage, self._names[peer]))
 
-    def tell_samples_agree(self, stage: int) -> None:
-        """The last stage has compared: all other ranks, which wait in :meth:`take_samples`, may step."""
-        for peer, name in enumerate(self._names):
-            if peer != self._rank:
-                self._send(self._host, torch.ones(1, dtype=torch.int64), peer, stage, _SAMPLES,
-                           ("the comparison of samples of stage {} to be received by rank {}", stage, name))
-
-    def take_samples(self, stage: int, peer: int, count: int) -> list[int]:
-        """Waits for what stage ``stage`` on pipeline rank ``peer`` has read, or for its word that samples agree."""
+    def post_samples(self, stage: int, peer: int, count: int) -> Posted:
+        """Posts, before a step, the receive of the fingerprints of what ``stage`` on pipeline rank ``peer`` will read."""
         message = torch.empty(count, dtype=torch.int64)
-        self._wait(self._host.recv(message, peer, _KINDS * stage + _SAMPLES),
-                   ("the fingerprints of stage {}'s samples from rank {}", stage, self._names[peer]))
-        return message.tolist()
+        return Posted(message, self._host.recv(message, peer, _KINDS * stage + _SAMPLES),
+                      ("the fingerprints of stage {}'s samples from rank {}", stage, self._names[peer]))
+
+    def take(self, posted: Posted) -> list:
+        """Waits for the numbers of a posted receive."""
+        self._wait(posted.work, posted.what)
+        return posted.message.tolist()
 
     def share(self, numbers: list[float]) -> None:
         """Gives ``numbers`` to all ranks, as all of them do. Nobody waits before :meth:`shared` where messages outlive their

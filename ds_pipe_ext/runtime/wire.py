@@ -52,12 +52,18 @@ class Spec(NamedTuple):
         return inner if self.single else f"({inner})"
 
 
+#: in place of an activation: the data ended before this micro-batch. A single tensor has one description, so no value has this.
+ENDED = Spec(True, ())
+
+
 def describe(value, stage: int, mb: int) -> Spec:
     """The :class:`Spec` of what ``stage`` returned for micro-batch ``mb``.
 
     Raises:
         TypeError: if it is not a dense tensor or a tuple of dense tensors; names the position.
     """
+    if value is ENDED:
+        return ENDED
     single = isinstance(value, torch.Tensor)
     where = f"stage {stage} (micro-batch {mb})"
     if not single and not isinstance(value, (tuple, list)):
@@ -81,6 +87,8 @@ def fits(value, spec: Spec | None) -> bool:
     """True if ``value`` is what ``spec`` describes; cheaper than describing it again."""
     if spec is None:
         return False
+    if value is ENDED:
+        return spec == ENDED
     values = (value, ) if isinstance(value, torch.Tensor) else value
     if spec.single != isinstance(value, torch.Tensor) or not isinstance(values, (tuple, list)) \
             or len(values) != len(spec.tensors):
