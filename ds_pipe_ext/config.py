@@ -64,7 +64,6 @@ class PipeConfig(BaseModel):
             each is weighted by its number of targets, so that the loss is their mean over all replicas.
         loss_chunk_tokens: tokens whose logits and loss are made at a time (Hugging Face modules), or None for all at once.
         watchdog_seconds: time in one operation after which every rank prints what it does; 0 for never.
-        loss_chunk_tokens: tokens whose logits and loss are made at a time (Hugging Face modules), or None for all at once.
         pipe_partitioned, grad_partitioned, seed_layers, activation_checkpoint_interval, use_reentrant: DeepSpeed's own.
     """
 
@@ -78,7 +77,6 @@ class PipeConfig(BaseModel):
     loss_weighting: Literal["micro_batch", "token"] = "micro_batch"
     loss_chunk_tokens: StrictInt | None = Field(None, ge=1)
     watchdog_seconds: StrictInt | StrictFloat = Field(120, ge=0, allow_inf_nan=False)
-    loss_chunk_tokens: StrictInt | None = Field(None, ge=1)
     pipe_partitioned: StrictBool = True
     grad_partitioned: StrictBool = True
     seed_layers: StrictBool = False
