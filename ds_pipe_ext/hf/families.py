@@ -126,16 +126,21 @@ def attempt(name) -> tuple[str, str]:
         model, dtype = tiny_model(name)
     except Exception as error:
         return "not tried", told(error)
+    coefficient = _router_coefficient(model)
     try:
-        for padding in (False, True):
-            worst = max(compare(copy.deepcopy(model), batch_of(padding)).items(), key=lambda item: item[1])
+        for padding, routers in [(False, False), (True, False)] + [(True, True)] * bool(coefficient):
+            tried = copy.deepcopy(model)
+            if routers:
+                tried.config.output_router_logits = True
+                setattr(tried, coefficient, 1.0)
+            worst = max(compare(tried, batch_of(padding)).items(), key=lambda item: item[1])
             if not worst[1] <= TOLERANCES[dtype]:
-                return "fails", f"{worst[0]} differs by {worst[1]:.1e} (padding: {padding})"
+                return "fails", f"{worst[0]} differs by {worst[1]:.1e} (padding: {padding}, router loss: {routers})"
     except UnsupportedModelError as error:
         return "refused", str(error).split(": ", 1)[1].split(". Only decoder-only")[0]
     except Exception as error:
         return "fails", told(error)
-    return "passes", ""
+    return "passes", "with its router loss" if coefficient else ""
 
 
 def told(error):
@@ -161,6 +166,15 @@ def tiny_model(name):
     raise refused
 
 
+def _router_coefficient(model) -> str | None:
+    """The attribute that weights the unsplit model's router loss; None if it makes none even when asked to."""
+    name = next((name for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(model, name)), None)
+    if name is None:
+        return None
+    output = copy.deepcopy(model)(**batch_of(False), use_cache=False, output_router_logits=True)
+    return name if output.get("router_logits") and isinstance(output.get("aux_loss"), torch.Tensor) else None
+
+
 def _has_experts(config):
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._can_set_experts_implementation()
 
@@ -174,12 +188,13 @@ def table(results) -> str:
         f"Written by `python -m ds_pipe_ext.hf.families docs/families.md` with transformers {transformers.__version__}: every",
         "configuration that it maps to a causal LM, made tiny, with random weights, cut before every layer, in one process. Loss",
         "and every gradient are compared with the unsplit model's, without and with padding, to 1e-6 in float64 (1e-4 where the",
-        "model's own code insists on fp32). Not tried: no tiny model could be built or run here, so nothing is known.",
+        "model's own code insists on fp32). Models that can add a router loss are also compared with it, at weight 1, and marked",
+        "with *. Not tried: no tiny model could be built or run here, so nothing is known.",
         "",
         ", ".join(f"{counts[outcome]} {word}" for outcome, word in OUTCOMES.items()) + ".",
         "",
     ]
-    passing = [name for name, (outcome, _) in results.items() if outcome == "passes"]
+    passing = [name + "*" * bool(told) for name, (outcome, told) in results.items() if outcome == "passes"]
     lines += ["## Pass", "", textwrap.fill(", ".join(passing) + ".", 124), ""]
     for outcome, title in (("refused", "Refused"), ("fails", "Fail"), ("not tried", "Not tried")):
         if counts[outcome]:
