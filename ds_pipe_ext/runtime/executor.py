@@ -155,7 +155,7 @@ class InstructionExecutor(StepLoss):
             return
         start = self._meter.now()
         with self._split.collecting((instr.stage, instr.mb)) if instr.kind == "I" else contextlib.nullcontext():
-            if loss_stage and (state.loss is None or self._nothing_trains(state)):
+            if loss_stage and self._nothing_trains(state):
                 pass
             elif loss_stage and self._lean:
                 (state.loss / self.gradient_accumulation_steps()).backward()

@@ -30,6 +30,7 @@ class StepLoss(StepData):
         logits_of = getattr(self.module, "logits_of", lambda value: value)
         if self._evaluating and self.eval_return_logits:
             self._logits.append(logits_of(outputs))
+        made = outputs
         if self._compute_loss and self.module.loss_fn is not None:
             outputs = self.module.loss_fn(outputs, labels)
         else:
@@ -39,8 +40,11 @@ class StepLoss(StepData):
         self.fwd_outputs.append(outputs.detach() if torch.is_tensor(outputs) else [x.detach() for x in outputs])
         if self._evaluating:
             return
-        # Without targets there is no gradient, even if the loss function made it NaN.
-        state.loss = None if self._weights is not None and not self._weights[instr.mb] else outputs
+        state.loss = outputs
+        if self._weights is not None and not self._weights[instr.mb]:
+            # Zero gradients from behind the loss function, which may have made NaN of no targets. Not none at all: replicas
+            # reduce what has a gradient, and the others have one.
+            state.loss = _zero(made)
         extra = self.module.get_additional_losses()
         if extra is not None:
             self.total_additional_losses = self.total_additional_losses or OrderedDict()
@@ -126,6 +130,12 @@ class StepLoss(StepData):
                 dist.all_reduce(mean, group=self.mpu.get_data_parallel_group())
             means.append(mean)
         return means[0] if torch.is_tensor(outputs[0]) else means
+
+
+def _zero(outputs) -> torch.Tensor:
+    """A loss of 0 with zero gradients for everything in ``outputs`` that has one."""
+    leaves = [x for x in pytree.tree_leaves(outputs) if torch.is_tensor(x) and x.requires_grad]
+    return sum((x.sum() * 0 for x in leaves), torch.zeros(()))
 
 
 def _times(weight: float, loss):
