@@ -114,7 +114,7 @@ def stock_module(rank, world):
         engine_made.destroy()
     errors = []
     for pipeline in ({"schedule": "zb-h1", "partition": [0, 1, 4]}, {"schedule": "zb-h1", "stages": 1},
-                     {"schedule": "zb-h9"}):
+                     {"schedule": "zb-h9"}, {"schedule": "zb-h1", "loss_chunk_tokens": 8}):
         try:
             made(pipeline)
             errors.append("")

@@ -45,6 +45,7 @@ VARIANTS = {
     "chunks": ({}, {"loss_chunk_tokens": 3}),
     "routers and chunks": (ROUTERS, {"loss_chunk_tokens": 5}),
     "tokens": ({}, {"loss_weighting": "token"}),
+    "tokens and routers": (ROUTERS, {"loss_weighting": "token"}),
     "tokens and chunks": ({}, {"loss_weighting": "token", "loss_chunk_tokens": 4}),
 }
 

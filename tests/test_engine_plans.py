@@ -44,6 +44,7 @@ def test_upstreams_module_is_accepted():
         assert "already split as [0, 2, 4]" in errors[0]
         assert "pipeline.stages is 1" in errors[1]
         assert "zb-h9" in errors[2] and "zb-h2" in errors[2]
+        assert "pipeline.loss_chunk_tokens is 8, but the module was built without it" in errors[3]
 
 
 def _specs():

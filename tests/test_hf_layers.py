@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_pipe_ext.hf import layers_of, pipeline_module, prepare_batch
 from ds_pipe_ext.hf.families import tiny
-from ds_pipe_ext.hf.loss import CausalLMLoss
+from ds_pipe_ext.hf.loss import CausalLMLoss, WithModelTerms
 from ds_pipe_ext.hf.parity import Chain, compare, difference
+from ds_pipe_ext.runtime.data import count_targets
 
 
 def loss_of(model):
@@ -309,3 +310,27 @@ def test_chunks_need_the_models_own_loss_and_one_number():
         pipeline_module(config_of("llama"), config=config, loss_fn=torch.nn.functional.cross_entropy)
     with pytest.raises(ValueError, match="pipeline.loss_chunk_tokens is 0; allowed: an int of at least 1"):
         pipeline_module(config_of("llama"), config={}, loss_chunk_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "loss_of_logits", [CausalLMLoss(None, 64), torch.nn.CrossEntropyLoss(ignore_index=7), lambda o, l: o.sum()]
+)
+def test_router_losses_change_no_count_of_targets(loss_of_logits):
+    labels = torch.tensor([[1, 7, -100, 2], [7, -100, 3, -100]])
+    assert count_targets(WithModelTerms(loss_of_logits), labels) == count_targets(loss_of_logits, labels)
+
+
+def test_logits_that_depend_on_other_tokens_are_not_made_in_chunks(monkeypatch):
+    forward = transformers.LlamaForCausalLM.forward
+
+    def centred(self, *args, labels=None, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits - output.logits.mean(1, keepdim=True)
+        if labels is not None:
+            output.loss = self.loss_function(output.logits, labels, vocab_size=self.config.vocab_size)
+        return output
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", centred)
+    layers_of(config_of("llama"))
+    with pytest.raises(ValueError, match="depend on more than their own token"):
+        layers_of(config_of("llama"), loss_chunk_tokens=4)

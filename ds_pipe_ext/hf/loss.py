@@ -37,10 +37,17 @@ def logits_of(output):
 
 
 class WithModelTerms:
-    """A loss function of (logits, labels) plus what the model adds to its own loss (router losses)."""
+    """A loss function of (logits, labels) plus what the model adds to its own loss (router losses).
+
+    `pipeline.loss_weighting` "token" weights the sum of both by the targets that `loss_fn` counts.
+    """
 
     def __init__(self, loss_fn):
         self.loss_fn = loss_fn
+        # How targets are counted is told by attributes that not every loss function has.
+        for name in ("count_targets", "ignore_index"):
+            if hasattr(loss_fn, name):
+                setattr(self, name, getattr(loss_fn, name))
         self.__name__ = getattr(loss_fn, "__name__", type(loss_fn).__name__)
 
     def __call__(self, output, labels):
