@@ -144,8 +144,8 @@ class PipeConfig(BaseModel):
             raise ValueError(f"pipeline.loss_weighting is \"{self.loss_weighting}\", but there is no pipeline.schedule: "
                              "DeepSpeed's own engine knows only the mean over micro-batches; choose a schedule, such as 1f1b")
         if self.loss_chunk_tokens is not None and not self.active:
-            raise ValueError(f"pipeline.loss_chunk_tokens is {self.loss_chunk_tokens}, but there is no pipeline.schedule, without "
-                             "which it would do nothing; choose a schedule, such as 1f1b")
+            raise ValueError(f"pipeline.loss_chunk_tokens is {self.loss_chunk_tokens}, but there is no pipeline.schedule, "
+                             "without which it would do nothing; choose a schedule, such as 1f1b")
         return self
 
     @property
@@ -238,6 +238,16 @@ def load(source: Mapping | str | os.PathLike) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{where} holds a {type(data).__name__}; a DeepSpeed configuration is an object")
     return data
+
+
+def value_at(source: Mapping, path: str, absent: Any = None) -> Any:
+    """``source["a"]["b"]`` for the key path ``a.b``, or ``absent`` if it is not there."""
+    value: Any = source
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return absent
+        value = value[key]
+    return value
 
 
 def read_config(source: Mapping | str | os.PathLike) -> PipeConfig:

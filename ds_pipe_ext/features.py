@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .config import value_at
+
+_ABSENT = object()
 _REMOVED = "this release of DeepSpeed has removed it and refuses the key; remove the key"
 
 #: (key path, what is refused, why and what to do); a truthy value that is not "auto" is refused, `...` any value
@@ -50,18 +53,9 @@ def check_features(config: Mapping[str, Any]) -> None:
         ValueError: names the key path, the value and what to do.
     """
     for path, refused, why in _REFUSED:
-        found, value = _find(config, path.split("."))
-        if found and _matches(value, refused):
+        value = value_at(config, path, _ABSENT)
+        if value is not _ABSENT and _matches(value, refused):
             raise ValueError(f"{path} is {value!r}: {why}")
-
-
-def _find(config, keys: list[str]) -> tuple[bool, Any]:
-    value = config
-    for key in keys:
-        if not isinstance(value, Mapping) or key not in value:
-            return False, None
-        value = value[key]
-    return True, value
 
 
 def _matches(value, refused) -> bool:

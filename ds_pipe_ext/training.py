@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from .config import value_at
+
 _DTYPES = {"fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16",
            "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
            "fp32": "fp32", "float32": "fp32", "float": "fp32", "torch.float32": "fp32"}
@@ -44,7 +46,7 @@ def problems(source: Mapping, client_optimizer: bool = False) -> Iterator[str]:
     if precision is None:
         yield "fp16.enabled and bf16.enabled are both true; choose one of them"
         precision = "fp32"
-    given = value_at(source, "data_types", "grad_accum_dtype")
+    given = value_at(source, "data_types.grad_accum_dtype")
     accumulation = _DTYPES.get(given, precision) if given is not None else precision
     yield from _of_zero(zero, stage, source)
     if stage == 0 and accumulation != precision:
@@ -53,8 +55,8 @@ def problems(source: Mapping, client_optimizer: bool = False) -> Iterator[str]:
     if source.get("managed_gradient_accumulation") is False:
         yield ("managed_gradient_accumulation is false: a pipeline's step is one train_batch, whose micro-batches the engine "
                "counts; remove the key")
-    if value_at(source, "torch_autocast", "enabled") is True \
-            and _DTYPES.get(value_at(source, "torch_autocast", "dtype")) == "fp16":
+    if value_at(source, "torch_autocast.enabled") is True \
+            and _DTYPES.get(value_at(source, "torch_autocast.dtype")) == "fp16":
         yield ("torch_autocast.dtype is float16: its gradient scaler would know the scale on the last stage only; allowed: "
                "bfloat16, or fp16.enabled instead of torch_autocast")
     if not client_optimizer:
@@ -67,11 +69,11 @@ def _of_zero(zero: Mapping, stage: Any, source: Mapping) -> Iterator[str]:
                "cannot; allowed: 0, 1")
         return
     for key, stages in (("offload_optimizer", (1, )), ("offload_param", ())):
-        device = value_at(zero, key, "device") or "none"
+        device = value_at(zero, f"{key}.device") or "none"
         if device != "none" and stage not in stages:
             allowed = "zero_optimization.stage 1" if stages else "ZeRO 3, which a pipeline cannot use"
             yield f"zero_optimization.{key}.device is {device!r} at stage {stage}: it needs {allowed}; remove {key}"
-    if value_at(zero, "offload_optimizer", "device") == "nvme":
+    if value_at(zero, "offload_optimizer.device") == "nvme":
         yield "zero_optimization.offload_optimizer.device is 'nvme', which DeepSpeed treats as 'cpu' at stage 1; write 'cpu'"
     if zero.get("zenflow") is not None:
         yield "zero_optimization.zenflow works in DeepSpeedEngine.step, which a pipeline does not call; remove it"
@@ -83,7 +85,7 @@ def _of_zero(zero: Mapping, stage: Any, source: Mapping) -> Iterator[str]:
 
 
 def _of_optimizer(source: Mapping, stage: Any, precision: str, accumulation: str) -> Iterator[str]:
-    given = value_at(source, "optimizer", "type")
+    given = value_at(source, "optimizer.type")
     if not isinstance(given, str):
         return
     name = given.lower()
@@ -92,15 +94,15 @@ def _of_optimizer(source: Mapping, stage: Any, precision: str, accumulation: str
         return
     if name in _MUP_OPTIMIZERS and find_spec("mup") is None:
         yield f"optimizer.type is {given!r}, but the package mup is not installed; pip install mup, or use Adam, AdamW or SGD"
-    if "max_grad_norm" in (value_at(source, "optimizer", "params") or {}):
+    if "max_grad_norm" in (value_at(source, "optimizer.params") or {}):
         yield "optimizer.params.max_grad_norm is no parameter of DeepSpeed's optimizers; use gradient_clipping"
     if name == "muon" and precision == "bf16" and (stage != 1 or accumulation != "bf16"):
         yield ("optimizer.type is 'Muon' with bf16: in a pipeline it works under zero_optimization.stage 1 with "
                "data_types.grad_accum_dtype bf16 only")
-    if name == "lamb" and value_at(source, "fp16", "loss_scale"):
+    if name == "lamb" and value_at(source, "fp16.loss_scale"):
         yield (f"optimizer.type is {given!r}, which needs a dynamic loss scale, but fp16.loss_scale is "
-               f"{value_at(source, 'fp16', 'loss_scale')}; remove it")
-    if stage == 0 and precision == "fp16" and value_at(source, "optimizer", "legacy_fusion") is True:
+               f"{value_at(source, 'fp16.loss_scale')}; remove it")
+    if stage == 0 and precision == "fp16" and value_at(source, "optimizer.legacy_fusion") is True:
         yield ("optimizer.legacy_fusion is true, which needs an Adam that unscales gradients itself; DeepSpeed's no longer "
                "does: remove it")
     if stage == 1 and name not in _TESTED_UNDER_ZERO and source.get("zero_allow_untested_optimizer") is not True:
@@ -109,12 +111,6 @@ def _of_optimizer(source: Mapping, stage: Any, precision: str, accumulation: str
 
 
 def _precision(source: Mapping) -> str | None:
-    bf16 = value_at(source, "bf16" if "bf16" in source else "bfloat16", "enabled") is True
-    fp16 = value_at(source, "fp16", "enabled") is True
+    bf16 = value_at(source, "bf16.enabled" if "bf16" in source else "bfloat16.enabled") is True
+    fp16 = value_at(source, "fp16.enabled") is True
     return None if bf16 and fp16 else "bf16" if bf16 else "fp16" if fp16 else "fp32"
-
-
-def value_at(source: Mapping, section: str, key: str) -> Any:
-    """``source[section][key]``, or None if it is not there."""
-    value = source.get(section)
-    return value.get(key) if isinstance(value, Mapping) else None

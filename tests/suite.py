@@ -13,7 +13,7 @@ import ranks
 
 _MODULES = ("cases_numbers", "cases_optimizers", "cases_precision", "cases_groups", "cases_boundaries", "cases_shapes",
             "cases_modes", "cases_plans", "cases_transport", "cases_data", "cases_stress", "cases_checkpoints",
-            "cases_megatron", "cases_neox", "cases_features")
+            "cases_checkpoint_faults", "cases_megatron", "cases_neox", "cases_features")
 _CASES: dict[int, dict[str, Callable]] = {}
 #: for work on one case: a comma-separated list of names
 _ONLY = os.environ.get("ENGINE_CASES", "")

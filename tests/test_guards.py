@@ -49,15 +49,15 @@ class _Looked:
 
     looks = 0
 
-    def _look(self, interrupted_at):
+    def look(self, interrupted_at):
         self.looks += 1
 
 
 def test_an_engine_that_is_collected_while_another_is_made_does_not_block(monkeypatch):
     """The collection may come anywhere, so also where the watching thread is started."""
-    from ds_pipe_ext.runtime.faults import _Watcher
+    from ds_pipe_ext.runtime.watcher import Watcher
 
-    watcher, old, new, start = _Watcher(), _Looked(), _Looked(), threading.Thread.start
+    watcher, old, new, start = Watcher(), _Looked(), _Looked(), threading.Thread.start
 
     def collecting(thread):
         watcher.remove(old)
@@ -73,13 +73,13 @@ def test_an_engine_that_is_collected_while_another_is_made_does_not_block(monkey
 
 
 def test_watching_goes_on_with_more_than_1024_descriptors(monkeypatch):
-    from ds_pipe_ext.runtime import faults
+    from ds_pipe_ext.runtime import watcher as watching
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2000, hard)), hard))
-    monkeypatch.setattr(faults, "_POLL_S", 0.01)
+    monkeypatch.setattr(watching, "POLL_S", 0.01)
     taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    watcher, monitor = faults._Watcher(), _Looked()
+    watcher, monitor = watching.Watcher(), _Looked()
     try:
         watcher.add(monitor)
         deadline = time.monotonic() + 10

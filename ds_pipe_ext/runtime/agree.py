@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 import torch.distributed as dist
 
-from ..config import PipeConfig, count_microbatches, load
+from ..config import PipeConfig, count_microbatches, load, value_at
 from .faults import own_connection
 from .guards import check_build_locks
 
@@ -117,9 +117,7 @@ def wanted_by(pipe_config: PipeConfig, config, model) -> dict:
         result["the plan's digest"] = hashlib.sha256(f"{plan.placement} {plan.to_csv()}".encode()).hexdigest()[:12]
     result["the module's boundaries"] = [int(bound) for bound in getattr(model, "parts", ())]
     for key in _KEYS:
-        value = data
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+        value = value_at(data, key)
         result[key] = value if isinstance(value, (int, float, str, type(None))) else str(value)
     return result
 

@@ -31,8 +31,8 @@ def count_targets(loss_fn, labels) -> int:
     if not torch.is_tensor(labels) or labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
         found = str(labels.dtype).removeprefix("torch.") if torch.is_tensor(labels) else type(labels).__name__
         raise ValueError(f"pipeline.loss_weighting is \"token\", but the labels are {found}: only integer labels can be "
-                         "counted. Give the loss function a method count_targets(labels) that returns the number of targets, or set "
-                         "pipeline.loss_weighting to \"micro_batch\"")
+                         "counted. Give the loss function a method count_targets(labels) that returns the number of targets, or "
+                         "set pipeline.loss_weighting to \"micro_batch\"")
     return int((labels != getattr(loss_fn, "ignore_index", -100)).sum())
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.config import MUON_OPTIMIZER
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.config import MUON_OPTIMIZER
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
@@ -214,9 +214,8 @@ class PlanEngine(Checkpointing, InstructionExecutor):
         Raises:
             ValueError: always.
         """
-        raise ValueError("engine.compile() is not supported with a pipeline.schedule: it compiles a stage as a whole, whose linear "
-                         "layers a split backward has to see; remove the call (torch.compile on functions inside a layer that "
-                         "use no Linear or Embedding does no harm)")
+        raise ValueError("engine.compile() is not supported with a pipeline.schedule: it compiles a stage as a whole, whose "
+                         "linear layers a split backward has to see; remove the call")
 
     def get_global_grad_norm(self):
         """Norm of the last step's gradients over all stages, before clipping."""

@@ -7,13 +7,11 @@ rank is in one operation for long, the threads of all ranks print what each is d
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import json
 import os
 import re
-import select
 import signal
 import socket
 import sys
@@ -25,9 +23,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from .data import DataEnded
 from .p2p import TransferError, plain
+from .watcher import watcher
 
-#: seconds between two looks into the store
-_POLL_S = 0.5
 #: how long a rank that saw another's failure may take to fail by itself, inside and outside the engine's calls
 _GRACE_S = 8.0
 _GRACE_OUTSIDE_S = 15.0
@@ -118,7 +115,7 @@ class FaultMonitor:
         self._notices = 0
         self._looks = 0
         if self._store is not None:
-            _watcher.add(self)
+            watcher.add(self)
 
     @property
     def failed(self) -> bool:
@@ -134,9 +131,13 @@ class FaultMonitor:
         """
         return _Call(self, what, step)
 
+    def forget(self) -> None:
+        """In a forked child: the lock may have been held by the watching thread, which is not here."""
+        self._lock, self._store = threading.Lock(), None
+
     def stop(self) -> None:
         """Ends the watching."""
-        _watcher.remove(self)
+        watcher.remove(self)
         with self._lock:
             self._store = None
 
@@ -272,7 +273,7 @@ class FaultMonitor:
             except RuntimeError:
                 return _STORE_GONE
 
-    def _look(self, interrupted_at: float) -> None:
+    def look(self, interrupted_at: float) -> None:
         """One look at the store and at the clock; ends the process if it is stuck."""
         now, call = time.monotonic(), self._call
         if _reachable(self._address):
@@ -356,101 +357,6 @@ class _Call:
         return False
 
 
-class _Watcher:
-    """The thread that looks for all monitors of this process."""
-
-    def __init__(self):
-        self._monitors: list[FaultMonitor] = []
-        # Garbage collection may end another engine, which is removed here, at any moment.
-        self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
-        self._pipe: tuple[int, int] | None = None
-        self._interrupted_at = 0.0
-
-    def add(self, monitor: FaultMonitor) -> None:
-        with self._lock:
-            self._monitors.append(monitor)
-            if self._thread is not None:
-                return
-            self._pipe = os.pipe()
-            os.set_blocking(self._pipe[1], False)
-            self._listen(self._pipe[1])
-            self._interrupted_at = 0.0
-            self._thread = threading.Thread(target=self._run, args=(self._pipe[0], ), daemon=True, name="ds-pipe-faults")
-            self._thread.start()
-            # A thread inside the store's C++ code must not outlive the interpreter.
-            atexit.register(self._stop)
-
-    def remove(self, monitor: FaultMonitor) -> None:
-        with self._lock:
-            if monitor in self._monitors:
-                self._monitors.remove(monitor)
-            last = not self._monitors
-        if last:
-            self._stop()
-
-    def forget(self) -> None:
-        """In a forked child, which has no such thread: what it inherited would stop its parent's."""
-        self._lock = threading.RLock()
-        if self._thread is None:
-            return
-        for monitor in self._monitors:
-            # Its lock may have been held by the thread that is not here.
-            monitor._lock, monitor._store = threading.Lock(), None
-        self._monitors.clear()
-        atexit.unregister(self._stop)
-        signal.set_wakeup_fd(-1)
-        for fd in self._pipe:
-            os.close(fd)
-        self._thread = None
-
-    def _listen(self, fd: int) -> None:
-        """Lets the operating system's signals wake the thread: the main thread, blocked in a transfer, does not see them."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        before = signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
-        if before != -1:
-            signal.set_wakeup_fd(before)
-
-    def _stop(self) -> None:
-        with self._lock:
-            thread, self._thread = self._thread, None
-            if thread is None:
-                return
-            self._monitors.clear()
-            if threading.current_thread() is threading.main_thread():
-                current = signal.set_wakeup_fd(-1)
-                if current not in (-1, self._pipe[1]):
-                    signal.set_wakeup_fd(current)
-            os.write(self._pipe[1], b"\0")
-        if thread is not threading.current_thread():
-            thread.join(timeout=5.0)
-            if not thread.is_alive() and threading.current_thread() is threading.main_thread():
-                for fd in self._pipe:
-                    os.close(fd)
-        atexit.unregister(self._stop)
-
-    def _run(self, fd: int) -> None:
-        # Not select: a process with many groups has descriptors beyond its limit of 1024.
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        while True:
-            if poll.poll(1000 * _POLL_S):
-                received = os.read(fd, 64)
-                if 0 in received:
-                    return
-                # A script with a handler of its own decides itself what an interrupt means.
-                if signal.SIGINT in received and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                    self._interrupted_at = time.monotonic()
-                continue
-            with self._lock:
-                monitors = list(self._monitors)
-            for monitor in monitors:
-                monitor._look(self._interrupted_at)
-
-
-_watcher = _Watcher()
-os.register_at_fork(after_in_child=_watcher.forget)
 _STORE_GONE = {"rank": -1, "where": "the process that hosts the job's store (rank 0, unless the launcher hosts it)",
                "error": "it has gone"}
 

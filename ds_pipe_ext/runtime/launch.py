@@ -15,11 +15,11 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine as UpstreamEngine
 
-from ..config import PipeConfig, count_microbatches, load, read_config
+from ..config import PipeConfig, count_microbatches, load, read_config, value_at
 from ..doctor import requirements
 from ..features import check_features
 from ..registry import nearest
-from ..training import check_training, value_at
+from ..training import check_training
 from . import agree
 from .engine import PlanEngine
 from .guards import drop_missing_tracker, unlink_shared_buffers
@@ -95,17 +95,17 @@ def check_config(source: Mapping, optimizer=None) -> None:
     """
     check_training(source, client_optimizer=optimizer is not None)
     accelerator = get_accelerator()
-    if value_at(source, "fp16", "enabled") is True and not accelerator.is_fp16_supported():
+    if value_at(source, "fp16.enabled") is True and not accelerator.is_fp16_supported():
         raise ValueError(f"fp16.enabled is true, but the accelerator {accelerator.device_name()!r} has no fp16 training; use "
                          "bf16 or fp32")
-    name = value_at(source, "optimizer", "type")
+    name = value_at(source, "optimizer.type")
     if optimizer is not None or not isinstance(name, str):
         return
     if name.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
         known = sorted(n for n, made in vars(torch.optim).items() if isinstance(made, type) and n != "Optimizer")
         raise ValueError(f"optimizer.type is {name!r}{nearest(name, known)}; allowed: {', '.join(DEEPSPEED_OPTIMIZERS)}, and "
                          f"of torch.optim: {', '.join(known)}")
-    offloaded = name.lower() == "lion" and value_at(source, "zero_optimization", "offload_optimizer")
+    offloaded = name.lower() == "lion" and value_at(source, "zero_optimization.offload_optimizer")
     if accelerator.device_name() == "cpu" and name.lower() in ("lamb", "lion") and not offloaded:
         raise ValueError(f"optimizer.type is {name!r}, which DeepSpeed has no CPU kernel for; give your own optimizer to "
                          "initialize, or use Adam, AdamW, Adagrad, Muon or one of torch.optim")

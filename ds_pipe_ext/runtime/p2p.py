@@ -281,7 +281,8 @@ class Links:
         message = torch.tensor(numbers, dtype=torch.float64)
         for peer, name in enumerate(self._names):
             if peer != self._rank:
-                self._send(self._host, message, peer, stage, _LOSS, ("the loss of stage {} to be received by rank {}", stage, name))
+                self._send(self._host, message, peer, stage, _LOSS,
+                           ("the loss of stage {} to be received by rank {}", stage, name))
 
     def post_loss(self, stage: int, peer: int, count: int) -> Posted:
         """Posts the receive of ``count`` numbers of stage ``stage`` on pipeline rank ``peer``: before a step, so that their
